@@ -1,0 +1,58 @@
+# Everything that a fresh clone needs: `make demo` and `make test` set themselves up.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO := .stepfast/demo
+DISTRIBUTIONS := -e "trainer-sdk[torch,azure,run]" -e "sidecar[azure]" -e operator
+
+.PHONY: venv demo test check lint bench chaos constraints clean
+
+venv: $(READY)
+
+$(READY): constraints.txt requirements-dev.in trainer-sdk/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
+		-r requirements-dev.in $(DISTRIBUTIONS)
+	@touch $(READY)
+
+# Trains a small GPT on two ranks, kills one half-way, and shows that nothing is lost.
+demo: venv
+	@rm -rf $(DEMO)
+	@$(BIN)/stepfast run --name demo --nproc-per-node 2 --storage $(DEMO)/checkpoints --summary $(DEMO)/summary.json \
+		examples/gpt_stdlib/train.py --steps 300 --save-every 10 --eval-every 100 --crash-at-step 155 --crash-rank 1
+	@$(BIN)/stepfast checkpoints list $(DEMO)/checkpoints/local/demo
+	@$(BIN)/stepfast checkpoints verify $(DEMO)/checkpoints/local/demo
+
+test: venv
+	$(BIN)/python -m pytest
+
+# What CI runs.
+check: lint test
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p stepfast -p stepfast_sidecar -p stepfast_operator
+	$(BIN)/lint-imports
+
+# Stall, persist and restore against plain copies of the same bytes, in one run.
+bench: venv
+	$(BIN)/python benchmarks/stall.py
+
+# 200 seeded kills at random moments and at every effect of a commit; the report is printed and written to docs/chaos.md.
+chaos: venv
+	$(BIN)/python tests/chaos/campaign.py --trials 200 --report docs/chaos.md
+
+# Resolves every pinned version anew.
+constraints:
+	{ echo "# Every version this workspace is built and tested with. Made by \`make constraints\`; names no address."; \
+	  $(BIN)/uv pip compile --quiet --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade \
+	    --all-extras --no-emit-package stepfast --no-emit-package stepfast-sidecar --no-emit-package stepfast-operator \
+	    requirements-dev.in trainer-sdk/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) .stepfast build dist

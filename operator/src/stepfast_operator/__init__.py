@@ -1,0 +1,1 @@
+"""Reconciles TrainingJobs: observe, decide, apply, write the status once."""

@@ -1,0 +1,1 @@
+"""Where gangs run: one backend a module, all behind `base.Backend`."""

@@ -1,0 +1,51 @@
+"""What a backend is to the operator: eyes and hands for one job. Every backend passes one contract suite
+(tests/contracts/test_backend_contract.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from stepfast_operator.actions import LaunchGang, StopMode
+from stepfast_operator.observed import Committed, Observed
+from stepfast_operator.record import Status
+
+
+class Backend(Protocol):
+    """One job's world. Effects may be applied twice; none returns before what it promises holds."""
+
+    async def observe(self, status: Status) -> Observed:
+        """One look at everything but the committed steps. `gang` is that of `status.current`; `live_runs`
+        may leave out runs other than the current one only while an attempt is open and its gang was launched
+        from here."""
+
+    async def read_steps(self) -> Sequence[Committed]:
+        """The usable committed steps, newest last. Raises StorageError."""
+
+    async def supersede_after(self, step: int) -> None:
+        """Marks the committed steps above this one superseded. Raises StorageError."""
+
+    async def launch(self, launch: LaunchGang) -> None:
+        """Starts the gang, after making sure that nothing of an earlier run lives."""
+
+    async def stop(self, runs: Sequence[str], mode: StopMode) -> None:
+        """Asks the gangs of these runs to end, or ends them: with KILL nothing of them lives on return."""
+
+    async def start_agent(self) -> None:
+        """Starts the agent when it is gone."""
+
+    async def flush(self, run: str) -> None:
+        """Asks the agents to persist all they hold of the run; what is observed from here on tells what is
+        left.
+
+        Raises AgentUnavailable.
+        """
+
+    async def request_save(self, run: str) -> None:
+        """Asks all ranks to save at the next step that they agree on, and to wait there. Raises
+        AgentUnavailable.
+        """
+
+    async def write_status(self, status: Status) -> None:
+        """Makes the status durable."""

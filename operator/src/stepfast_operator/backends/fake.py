@@ -1,0 +1,230 @@
+"""A backend in memory, for tests: a world with a clock, a gang, an agent and a storage that do what they are
+told.
+
+It passes the contract suite of the real ones. Time passes only by `advance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from stepfast.errors import AgentUnavailable, StorageUnavailable
+from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
+from stepfast.step import JobKey
+from stepfast_operator.actions import LaunchGang, StopMode
+from stepfast_operator.observed import (
+    AgentState,
+    Committed,
+    Failure,
+    Gang,
+    Intent,
+    Observed,
+    Worker,
+    WorkerPhase,
+)
+from stepfast_operator.record import Cause, Status
+from stepfast_operator.spec import TrainingSpec
+
+STEP_BYTES = 1000
+
+
+@dataclass
+class FakeGang:
+    """One launched gang. `lives` tells whether any of its processes does, whatever its workers' phases."""
+
+    run: str
+    launched_time: float
+    phases: dict[int, WorkerPhase]
+    failures: dict[int, Failure] = field(default_factory=dict)
+    lives: bool = True
+    ranks: dict[int, RankStatus] = field(default_factory=dict)
+
+
+class FakeBackend:
+    """One job's world. Its attributes may be changed at will between passes."""
+
+    def __init__(self, spec: TrainingSpec, *, now: float = 1000.0, world_size: int = 2) -> None:
+        self.job = JobKey(namespace="test", name="job")
+        self.uid = "uid"
+        self.spec = spec
+        self.now = now
+        self.world_size = world_size
+        self.intent = Intent.RUN
+        self.agent = AgentState.GONE
+        self.is_storage_down = False
+        self.gangs: dict[str, FakeGang] = {}
+        self.steps: dict[int, float] = {}  # committed step: when
+        self.staged: dict[str, list[int]] = {}  # by run: staged, not yet persisted
+        self.final: dict[str, int] = {}
+        self.launches: list[LaunchGang] = []
+        self.saved: Status | None = None
+
+    # What the world does.
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    @property
+    def gang(self) -> FakeGang:
+        """The gang that was launched last."""
+        return self.gangs[self.launches[-1].run]
+
+    def join(self) -> None:
+        """Every rank says hello."""
+        for rank in range(self.world_size):
+            self.gang.ranks[rank] = RankStatus(
+                rank=rank,
+                pid=100 + rank,
+                alive=True,
+                clean=False,
+                joined_time=self.now,
+                restored_time=self.now,
+            )
+
+    def make_step(self, step: int) -> None:
+        """Every living rank reports that step."""
+        for rank, status in self.gang.ranks.items():
+            if status.alive:
+                self.gang.ranks[rank] = replace(status, global_step=step, step_time=self.now)
+
+    def stage(self, step: int) -> None:
+        self.staged.setdefault(self.gang.run, []).append(step)
+
+    def persist(self, run: str) -> None:
+        """What is staged of the run becomes committed."""
+        for step in self.staged.pop(run, []):
+            self.steps[step] = self.now
+
+    def fail(self, rank: int = 1, exit_code: int = 1) -> None:
+        """A rank fails, and its launcher says so."""
+        gang = self.gang
+        gang.phases[0] = WorkerPhase.FAILED
+        gang.failures[0] = Failure(
+            cause=Cause.RANK_FAILED,
+            time=self.now,
+            node="node-0",
+            rank=rank,
+            exit_code=exit_code,
+            message="failed",
+        )
+
+    def succeed(self) -> None:
+        gang = self.gang
+        gang.phases = dict.fromkeys(gang.phases, WorkerPhase.SUCCEEDED)
+        gang.lives = False
+
+    def lose_supervisor(self) -> None:
+        """`stepfast run` was killed and started again: of a gang that lived it knows no more than that."""
+        for gang in self.gangs.values():
+            for node, phase in gang.phases.items():
+                if phase is WorkerPhase.RUNNING:
+                    gang.phases[node] = WorkerPhase.FAILED
+                    gang.failures[node] = Failure(cause=Cause.SUPERVISOR_RESTARTED, time=self.now, node=f"node-{node}")
+        self.agent = AgentState.GONE
+
+    # What the operator sees and does.
+
+    async def observe(self, status: Status) -> Observed:
+        current = status.current
+        gang = self.gangs.get(current.run) if current is not None else None
+        return Observed(
+            now=self.now,
+            job=self.job,
+            uid=self.uid,
+            spec=self.spec,
+            status=status,
+            intent=self.intent,
+            gang=_gang_of(gang) if gang is not None else None,
+            live_runs=frozenset(run for run, gang in self.gangs.items() if gang.lives),
+            agent=self.agent,
+            reports=[self._report(gang) for gang in self.gangs.values()] if self.agent is AgentState.READY else [],
+            storage_uri="memory://fake/test/job",
+        )
+
+    async def read_steps(self) -> Sequence[Committed]:
+        self._check_storage()
+        return [
+            Committed(step=step, size_bytes=STEP_BYTES, committed_time=when)
+            for step, when in sorted(self.steps.items())
+        ]
+
+    async def supersede_after(self, step: int) -> None:
+        self._check_storage()
+        self.steps = {kept: when for kept, when in self.steps.items() if kept <= step}
+
+    async def launch(self, launch: LaunchGang) -> None:
+        if launch.run in self.gangs:
+            return
+        for gang in self.gangs.values():
+            gang.lives = False
+        nodes = range(self.spec.trainer.num_nodes)
+        self.gangs[launch.run] = FakeGang(
+            run=launch.run, launched_time=self.now, phases=dict.fromkeys(nodes, WorkerPhase.RUNNING)
+        )
+        self.launches.append(launch)
+
+    async def stop(self, runs: Sequence[str], mode: StopMode) -> None:
+        for run in runs:
+            gang = self.gangs.get(run)
+            if gang is None:
+                continue
+            gang.lives = False
+            for node, phase in gang.phases.items():
+                if phase is WorkerPhase.RUNNING:
+                    gang.phases[node] = WorkerPhase.FAILED
+            for rank, status in gang.ranks.items():
+                if status.alive:
+                    gang.ranks[rank] = replace(status, alive=False, ended_time=self.now)
+
+    async def start_agent(self) -> None:
+        if self.agent is AgentState.GONE:
+            self.agent = AgentState.READY
+
+    async def flush(self, run: str) -> None:
+        self._check_agent()
+        if not self.is_storage_down:
+            self.persist(run)
+
+    async def request_save(self, run: str) -> None:
+        self._check_agent()
+        gang = self.gangs[run]
+        reached = [rank.global_step for rank in gang.ranks.values() if rank.global_step is not None]
+        if run not in self.final and reached:
+            self.final[run] = max(reached)
+            self.staged.setdefault(run, []).append(max(reached))
+
+    async def write_status(self, status: Status) -> None:
+        self.saved = status
+
+    def _check_storage(self) -> None:
+        if self.is_storage_down:
+            raise StorageUnavailable("memory://fake is down")
+
+    def _check_agent(self) -> None:
+        if self.agent is not AgentState.READY:
+            raise AgentUnavailable("the fake agent is down")
+
+    def _report(self, gang: FakeGang) -> JobStatus:
+        staged = self.staged.get(gang.run, [])
+        return JobStatus(
+            job=self.job,
+            run=gang.run,
+            world_size=self.world_size,
+            ranks=tuple(gang.ranks.values()),
+            saves=SaveStatus(),
+            latest_memory_step=max(staged, default=None),
+            latest_persisted_step=max(self.steps, default=None),
+            latest_persisted_time=max(self.steps.values(), default=None),
+            pending_bytes=STEP_BYTES * len(staged),
+            pending_steps=tuple(staged),
+            final_step=self.final.get(gang.run),
+        )
+
+
+def _gang_of(gang: FakeGang) -> Gang:
+    workers = [
+        Worker(index=node, node=f"node-{node}", phase=phase, failure=gang.failures.get(node))
+        for node, phase in sorted(gang.phases.items())
+    ]
+    return Gang(run=gang.run, launched_time=gang.launched_time, workers=workers)

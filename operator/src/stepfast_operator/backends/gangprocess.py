@@ -1,0 +1,154 @@
+"""A node's share of a gang as a child process: its command, its environment, its output by lines."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepfast_operator.backends import tether
+from stepfast_operator.spec import Trainer
+
+RUN = "STEPFAST_RUN"
+_READ_BYTES = 65536
+# What a surrounding torchrun, or a run of ours, would otherwise hand down.
+_NOT_INHERITED = ("STEPFAST_", "PET_", "TORCHELASTIC_", "NEBULA_")
+_NOT_INHERITED_NAMES = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+)
+
+
+def command_of(trainer: Trainer) -> list[str]:
+    """What a node runs: the trainer's command, with torchrun replaced by our launcher, which reads the same
+    options.
+    """
+    command = [*trainer.command, *trainer.args]
+    launcher = [sys.executable, "-m", "stepfast.launcher"]
+    if command[0].rpartition("/")[2] == "torchrun":
+        return [*launcher, *command[1:]]
+    if command[0] in ("python", "python3"):
+        command[0] = sys.executable
+        if command[1:3] in (["-m", "torch.distributed.run"], ["-m", "stepfast.launcher"]):
+            return [*launcher, *command[3:]]
+    return command
+
+
+def environment(inherited: Mapping[str, str], *layers: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a gang's process; later layers win."""
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if not name.startswith(_NOT_INHERITED) and name not in _NOT_INHERITED_NAMES
+    }
+    for layer in layers:
+        kept.update(layer)
+    return kept
+
+
+def torchrun_environment(*, nodes: int, processes: int, run: str, port: int, logs: Path) -> dict[str, str]:
+    """torchrun's own variables: rendezvous on this machine, by c10d, under an id that no other attempt
+    has.
+    """
+    return {
+        "PET_NNODES": str(nodes),
+        "PET_NPROC_PER_NODE": str(processes),
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+        "PET_RDZV_ID": run,
+        "PET_LOCAL_ADDR": "127.0.0.1",
+        "PET_MAX_RESTARTS": "0",
+        "PET_MONITOR_INTERVAL": "0.1",
+        "PET_LOG_DIR": str(logs),
+        "PET_TEE": "3",
+        "PET_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
+    }
+
+
+def free_port(nodes: int) -> int:
+    """A port for the rendezvous: 0 lets a single node's torchrun choose; several must be told one that is
+    free now.
+    """
+    if nodes == 1:
+        return 0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def local_processes(limit: int | None) -> int:
+    """How many ranks a node gets: as many as asked for, else one per GPU, else one."""
+    if limit is not None:
+        return limit
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(1, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))
+    return max(1, len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How to start one node's process."""
+
+    node: int
+    command: Sequence[str]
+    env: Mapping[str, str]
+    folder: str
+
+
+class GangProcess:
+    """One node's launcher, a child of this process; must be made by the main thread, whose end would end
+    it.
+    """
+
+    def __init__(self, start: Start, on_line: Callable[[str], None]) -> None:
+        self.node = start.node
+        self._on_line = on_line
+        self._rest = b""
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *start.command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(start.env),
+            cwd=start.folder,
+            start_new_session=True,  # Ctrl-C is for `stepfast run` alone, which saves first
+        )
+        assert self.process.stdout is not None
+        self.output = self.process.stdout.fileno()
+        os.set_blocking(self.output, False)
+        self.pidfd = os.pidfd_open(self.process.pid)
+
+    def read_output(self) -> bool:
+        """Hands on the whole lines that are there; False at the end of the output."""
+        try:
+            data = os.read(self.output, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if not data and self._rest:
+            lines, self._rest = [*lines, self._rest], b""
+        for line in lines:
+            self._on_line(line.decode(errors="replace").rstrip("\r"))
+        return bool(data)
+
+    def drain(self) -> None:
+        """Hands on what is left; not what may still come, as something that escaped could hold the pipe for
+        ever.
+        """
+        while select.select([self.output], [], [], 0)[0] and self.read_output():
+            pass
+
+    def exit_code(self) -> int | None:
+        """None while it lives; negative for a signal."""
+        return self.process.poll()
+
+    def close(self) -> None:
+        if self.process.stdout is not None and not self.process.stdout.closed:
+            self.process.stdout.close()
+            os.close(self.pidfd)

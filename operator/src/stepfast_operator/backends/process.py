@@ -1,0 +1,361 @@
+"""The process backend: a gang is torchrun processes on this machine, a node one of them.
+
+Invariant I9 here: before a gang is launched no process lives that was started with STEPFAST_RUN of any run
+of this job's uid; whoever started it, and whether or not its parents still live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from stepfast.catalog import committed_steps, supersede_after
+from stepfast.errors import StepfastError, StorageUnavailable
+from stepfast.layout import job_folder
+from stepfast.nodestatus import JobStatus
+from stepfast.storage.base import Store
+from stepfast_operator.actions import LaunchGang, StopMode
+from stepfast_operator.backends import processes
+from stepfast_operator.backends.gangprocess import (
+    RUN,
+    GangProcess,
+    Start,
+    command_of,
+    environment,
+    free_port,
+    local_processes,
+    torchrun_environment,
+)
+from stepfast_operator.backends.localagent import LocalAgent
+from stepfast_operator.backends.statefolder import Launch, StateFolder
+from stepfast_operator.document import JSON
+from stepfast_operator.names import is_run_of
+from stepfast_operator.observed import (
+    AgentState,
+    Committed,
+    DeadRank,
+    Failure,
+    Gang,
+    Intent,
+    Observed,
+    Worker,
+    WorkerPhase,
+)
+from stepfast_operator.record import Attempt, Cause, Status
+from stepfast_operator.spec import TrainingJob, settings_text
+
+_STORAGE_SECONDS = 120.0
+_KILL_SECONDS = 10.0
+_TERMINATION_POLL_SECONDS = 0.1
+T = TypeVar("T")
+
+
+class GangUnkillable(StepfastError):
+    """Processes of the job outlived SIGKILL: they hang in the kernel, on a device or a dead network file
+    system.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSettings:
+    """What one machine adds to a job. `on_line` gets the gang's output; `on_change` says that it is time to
+    look.
+    """
+
+    storage_uri: str
+    open_store: Callable[[str], Store]
+    memory_limit: int
+    on_line: Callable[[str], None]
+    on_change: Callable[[], None]
+    clock: Callable[[], float] = time.time
+
+
+class ProcessBackend:
+    """One job's gang, agent, storage and state folder. Used from one event loop, in the main thread."""
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        uid: str,
+        state: StateFolder,
+        agent: LocalAgent | None,
+        settings: ProcessSettings,
+    ) -> None:
+        self._job, self._uid, self._state, self._agent, self._settings = job, uid, state, agent, settings
+        self.intent = Intent.RUN
+        self._ranks_per_node = local_processes(job.spec.trainer.num_proc_per_node)
+        self._gang: dict[int, GangProcess] = {}
+        self._gang_run: str | None = None
+        self._poll: asyncio.TimerHandle | None = None
+        self._store: Store | None = None
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="stepfast-backend")
+        saved = state.read()
+        self._begun = saved.written_time if saved is not None else settings.clock()
+
+    async def observe(self, status: Status) -> Observed:
+        now = self._settings.clock()
+        reports = self._reports()
+        gang = self._observe_gang(status.current, now)
+        dead = [
+            DeadRank(
+                rank=rank.rank,
+                node=f"node-{rank.rank // self._ranks_per_node}",
+                ended_time=rank.ended_time or now,
+            )
+            for report in reports
+            if status.current is not None and report.run == status.current.run
+            for rank in report.ranks
+            if not rank.alive and not rank.clean and processes.started_with(rank.pid, RUN) != report.run
+        ]
+        return Observed(
+            now=now,
+            job=self._job.job,
+            uid=self._uid,
+            spec=self._job.spec,
+            status=status,
+            intent=self.intent,
+            gang=gang,
+            live_runs=self._live_runs(status),
+            agent=self._agent.state() if self._agent is not None else AgentState.ELSEWHERE,
+            reports=reports,
+            dead_ranks=dead,
+            storage_uri=f"{self._settings.storage_uri.rstrip('/')}/{job_folder(self._job.job)}",
+        )
+
+    async def read_steps(self) -> Sequence[Committed]:
+        folder = job_folder(self._job.job)
+        found = await self._with_store(lambda store: committed_steps(store, folder))
+        return [
+            Committed(step=step.step, size_bytes=step.size_bytes, committed_time=step.committed_time)
+            for step in found
+            if step.damage is None
+        ]
+
+    async def supersede_after(self, step: int) -> None:
+        folder = job_folder(self._job.job)
+        await self._with_store(lambda store: supersede_after(store, folder, step))
+
+    async def launch(self, launch: LaunchGang) -> None:
+        if self._gang_run == launch.run:
+            return
+        await self._kill(self._is_ours)
+        self._forget_gang()
+        trainer = self._job.spec.trainer
+        state, nodes = self._state, trainer.num_nodes
+        # Before the first process: whoever finds no such file knows that nothing of this run ever lived.
+        record = Launch(run=launch.run, launched_time=self._settings.clock(), nodes=nodes)
+        state.write_launch(launch.attempt, record)
+        port = free_port(nodes)
+        self._gang_run = launch.run
+        loop = asyncio.get_running_loop()
+        for node in range(nodes):
+            state.termination(launch.attempt, node).unlink(missing_ok=True)
+            start = Start(
+                node=node,
+                command=command_of(trainer),
+                env=self._environment(launch, node, port),
+                folder=trainer.working_dir or os.getcwd(),
+            )
+            process = self._gang[node] = GangProcess(start, self._settings.on_line)
+            loop.add_reader(process.output, self._read_output, process)
+            loop.add_reader(process.pidfd, self._note_exit, process)
+        self._look_for_terminations(launch.attempt)
+
+    async def stop(self, runs: Sequence[str], mode: StopMode) -> None:
+        wanted = frozenset(runs)
+        if mode is StopMode.KILL:
+            await self._kill(lambda run: run in wanted)
+            return
+        if self._gang_run in wanted:
+            for process in self._gang.values():
+                with suppress(ProcessLookupError):
+                    process.process.send_signal(signal.SIGTERM)
+
+    async def start_agent(self) -> None:
+        if self._agent is not None:
+            await self._agent.start()
+
+    async def flush(self, run: str) -> None:
+        if self._agent is not None:
+            await self._agent.flush(run)
+
+    async def request_save(self, run: str) -> None:
+        if self._agent is not None:
+            await self._agent.request_save(run)
+
+    async def write_status(self, status: Status) -> None:
+        self._state.write(self._uid, status)
+
+    async def close(self, status: Status) -> None:
+        """Ends everything of this job, in order: gang, agent (which flushes), threads. Nothing of it runs
+        after.
+        """
+        with suppress(GangUnkillable):
+            await self._kill(self._is_ours)
+        self._forget_gang()
+        if self._agent is not None:
+            await self._agent.end(is_final=status.is_terminal)
+        if self._store is not None:
+            self._store.close()
+        self._threads.shutdown()
+
+    @property
+    def gang_pids(self) -> tuple[int, ...]:
+        """The launchers' pids, by node."""
+        return tuple(process.process.pid for process in self._gang.values())
+
+    def _is_ours(self, run: str) -> bool:
+        return is_run_of(run, self._uid)
+
+    def _reports(self) -> list[JobStatus]:
+        status = self._agent.status if self._agent is not None else None
+        return [report for report in status.jobs if report.job == self._job.job] if status is not None else []
+
+    def _live_runs(self, status: Status) -> frozenset[str]:
+        """While the gang that was launched here runs undisturbed there is nothing to search the machine
+        for.
+        """
+        attempt = status.open_attempt
+        if attempt is not None and self._gang_run == attempt.run:
+            return frozenset({attempt.run})
+        return frozenset(processes.marked(RUN, self._is_ours).values())
+
+    def _observe_gang(self, current: Attempt | None, now: float) -> Gang | None:
+        launch = self._state.read_launch(current.attempt, current.run) if current is not None else None
+        if current is None or launch is None:
+            return None
+        workers = [self._observe_worker(current, launch, node, now) for node in range(launch.nodes)]
+        return Gang(run=current.run, launched_time=launch.launched_time, workers=workers)
+
+    def _observe_worker(self, current: Attempt, launch: Launch, node: int, now: float) -> Worker:
+        name = f"node-{node}"
+        ours = self._gang.get(node) if self._gang_run == current.run else None
+        # The exit status first: what the launcher had to say it had said by then.
+        code = ours.exit_code() if ours is not None else None
+        said = self._state.read_termination(current.attempt, node)
+        failure = _failure_of(said, name) if said is not None else None
+        phase = WorkerPhase.RUNNING
+        if ours is None:
+            is_done = said is not None and said.get("exitCode") == 0
+            phase = WorkerPhase.SUCCEEDED if is_done else WorkerPhase.FAILED
+            if failure is None and not is_done:
+                time_known = max(self._begun, launch.launched_time)
+                failure = Failure(
+                    cause=Cause.SUPERVISOR_RESTARTED,
+                    time=min(now, time_known),
+                    node=name,
+                    message="stepfast run itself was ended, its gang with it",
+                )
+        elif code is not None:
+            phase = WorkerPhase.SUCCEEDED if code == 0 else WorkerPhase.FAILED
+            failure = None if code == 0 else failure or _failure_of_exit(code, name, now)
+        return Worker(index=node, node=name, phase=phase, failure=failure)
+
+    def _environment(self, launch: LaunchGang, node: int, port: int) -> Mapping[str, str]:
+        spec, state = self._job.spec, self._state
+        ours = {
+            RUN: launch.run,
+            "STEPFAST_JOB": str(self._job.job),
+            "STEPFAST_ATTEMPT": str(launch.attempt),
+            "STEPFAST_RESUME_STEP": str(launch.resume_step),
+            "STEPFAST_STORAGE_URI": self._settings.storage_uri,
+            "STEPFAST_MEMORY_BUFFER_SIZE": str(self._settings.memory_limit),
+            # One agent serves all of this machine's torchruns: to it they are one node.
+            "STEPFAST_SETTINGS": settings_text(
+                spec, node=0, ranks_per_agent=spec.trainer.num_nodes * self._ranks_per_node
+            ),
+            "STEPFAST_TERMINATION_LOG": str(state.termination(launch.attempt, node).absolute()),
+        }
+        if self._agent is not None:
+            ours["STEPFAST_SOCKET"] = self._agent.socket_path
+        torchrun = torchrun_environment(
+            nodes=spec.trainer.num_nodes,
+            processes=self._ranks_per_node,
+            run=launch.run,
+            port=port,
+            logs=(state.attempt(launch.attempt) / f"node-{node}").absolute(),
+        )
+        return environment(os.environ, torchrun, dict(spec.trainer.env), ours)
+
+    async def _kill(self, matches: Callable[[str], bool]) -> None:
+        loop = asyncio.get_running_loop()
+        is_dead = await loop.run_in_executor(
+            self._threads, lambda: processes.kill_marked(RUN, matches, _KILL_SECONDS)
+        )  # fmt: skip
+        if not is_dead:
+            left = processes.marked(RUN, matches)
+            raise GangUnkillable(
+                f"processes {sorted(left)} of {self._job.job} do not end when killed: no gang is started"
+            )
+
+    async def _with_store(self, call: Callable[[Store], T]) -> T:
+        def work() -> T:
+            if self._store is None:
+                self._store = self._settings.open_store(self._settings.storage_uri)
+            return call(self._store)
+
+        loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.wait_for(loop.run_in_executor(self._threads, work), timeout=_STORAGE_SECONDS)
+        except TimeoutError:
+            uri = self._settings.storage_uri
+            raise StorageUnavailable(f"{uri} does not answer within {_STORAGE_SECONDS:g} s") from None
+
+    def _read_output(self, process: GangProcess) -> None:
+        if not process.read_output():
+            asyncio.get_running_loop().remove_reader(process.output)
+
+    def _note_exit(self, process: GangProcess) -> None:
+        asyncio.get_running_loop().remove_reader(process.pidfd)
+        self._settings.on_change()
+
+    def _look_for_terminations(self, attempt: int) -> None:
+        """Wakes the loop when a launcher has something to say: it may say so seconds before it ends."""
+        if any(self._state.termination(attempt, node).exists() for node in self._gang):
+            self._poll = None
+            self._settings.on_change()
+            return
+        loop = asyncio.get_running_loop()
+        self._poll = loop.call_later(_TERMINATION_POLL_SECONDS, self._look_for_terminations, attempt)
+
+    def _forget_gang(self) -> None:
+        """Reaps the launchers, which are dead by now, and takes in what they had written."""
+        loop = asyncio.get_running_loop()
+        if self._poll is not None:
+            self._poll.cancel()
+        for process in self._gang.values():
+            process.process.wait()
+            with suppress(ValueError):
+                loop.remove_reader(process.output)
+                loop.remove_reader(process.pidfd)
+            process.drain()
+            process.close()
+        self._gang, self._gang_run = {}, None
+
+
+def _failure_of(said: Mapping[str, JSON], node: str) -> Failure | None:
+    """A launcher's termination log; None when it tells of success or does not make sense."""
+    code, rank, when = said.get("exitCode"), said.get("rank"), said.get("time")
+    if not isinstance(code, int) or code == 0 or not isinstance(when, int | float):
+        return None
+    return Failure(
+        cause=Cause.RANK_FAILED,
+        time=float(when),
+        node=node,
+        rank=rank if isinstance(rank, int) else None,
+        exit_code=code,
+        message=str(said.get("message") or ""),
+    )
+
+
+def _failure_of_exit(code: int, node: str, now: float) -> Failure:
+    status = 128 - code if code < 0 else code
+    said = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return Failure(cause=Cause.WORKER_FAILED, time=now, node=node, exit_code=status, message=f"its launcher {said}")

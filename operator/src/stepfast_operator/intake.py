@@ -1,0 +1,206 @@
+"""Takes what is observed of the current attempt into the status: ranks, steps, saves, the running recovery.
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
+from stepfast_operator.observed import Gang, Observed, WorkerPhase
+from stepfast_operator.policies import deadline, restart
+from stepfast_operator.record import (
+    Attempt,
+    CheckpointStatus,
+    Nodes,
+    Recovery,
+    SavesStatus,
+    Status,
+    TrainerStatus,
+)
+
+# A script that has not joined by then is taken to be one that never uses the SDK: it runs as well as can be
+# told.
+READY_WITHOUT_SDK_SECONDS = 30.0
+
+
+def take_in(observed: Observed) -> Status:
+    """The status with all that the agents and the gang tell; without what a decision records."""
+    status = observed.status
+    current = status.current
+    if current is None:
+        return replace(status, nodes=Nodes(desired=observed.spec.trainer.num_nodes))
+    reports = observed.reports_of(current.run)
+    ranks = [rank for report in reports for rank in report.ranks]
+    if current.ended_time is None:
+        current = _attempt(observed, current, ranks)
+    status = replace(
+        status,
+        current=current,
+        nodes=_nodes(observed, current),
+        trainer_status=_trainer(status.trainer_status, current, ranks),
+        checkpoint=_checkpoint(observed, current, reports, ranks),
+    )
+    if restart.has_progress(status, status.checkpoint.latest_persisted_step):
+        status = replace(status, restarts_without_progress=0)
+    return replace(status, recoveries=_recoveries(status.recoveries, current, observed.gang))
+
+
+def _attempt(observed: Observed, attempt: Attempt, ranks: Sequence[RankStatus]) -> Attempt:
+    """What the ranks have done in this attempt. Nothing of it goes back: an agent that restarts forgets, we
+    do not.
+    """
+    joined, world_size = deadline.joined_ranks(observed, attempt.run)
+    are_all_here = 0 < world_size <= joined
+    if attempt.pods_ready_time is None:
+        attempt = replace(attempt, pods_ready_time=_ready_time(observed, ranks, are_all_here))
+    restored = [rank.restored_time for rank in ranks if rank.restored_time is not None]
+    if attempt.restored_time is None and are_all_here and len(restored) >= world_size:
+        attempt = replace(attempt, restored_time=max(restored))
+    stepped = [(rank.global_step, rank.step_time) for rank in ranks if rank.global_step is not None]
+    new = [(step, time or observed.now) for step, time in stepped if step > attempt.resume_step]
+    if not new:
+        return attempt
+    newest, newest_time = max(new)
+    if attempt.first_step_time is None:
+        first = min(new)
+        attempt = replace(attempt, first_step=first[0], first_step_time=first[1])
+    if attempt.newest_step is None or newest > attempt.newest_step:
+        attempt = replace(attempt, newest_step=newest, newest_step_time=newest_time)
+    slowest = min(step for step, _ in new)
+    if are_all_here and len(new) >= world_size and slowest > (attempt.steady_step or 0):
+        attempt = replace(attempt, steady_step=slowest, steady_step_time=observed.now, hang_notified_time=None)
+    return attempt
+
+
+def _ready_time(observed: Observed, ranks: Sequence[RankStatus], are_all_here: bool) -> float | None:
+    if are_all_here:
+        return max(rank.joined_time for rank in ranks)
+    gang = observed.gang
+    if gang is None or ranks or any(worker.phase is not WorkerPhase.RUNNING for worker in gang.workers):
+        return None
+    return observed.now if observed.now - gang.launched_time >= READY_WITHOUT_SDK_SECONDS else None
+
+
+def _nodes(observed: Observed, current: Attempt) -> Nodes:
+    phases = [worker.phase for worker in observed.gang.workers] if observed.gang is not None else []
+    running = phases.count(WorkerPhase.RUNNING)
+    return Nodes(
+        desired=observed.spec.trainer.num_nodes,
+        ready=running if current.pods_ready_time is not None and current.ended_time is None else 0,
+        active=running + phases.count(WorkerPhase.PENDING),
+        succeeded=phases.count(WorkerPhase.SUCCEEDED),
+        failed=phases.count(WorkerPhase.FAILED),
+    )
+
+
+def _trainer(before: TrainerStatus, current: Attempt, ranks: Sequence[RankStatus]) -> TrainerStatus:
+    if current.newest_step is None:
+        return before
+    first = min(ranks, key=lambda rank: rank.rank, default=None)
+    speed = before.steps_per_second
+    if current.first_step is not None and current.newest_step > current.first_step:
+        seconds = (current.newest_step_time or 0.0) - (current.first_step_time or 0.0)
+        speed = round((current.newest_step - current.first_step) / seconds, 4) if seconds > 0 else speed
+    return TrainerStatus(
+        global_step=current.newest_step,
+        steps_per_second=speed,
+        metrics=dict(first.metrics) if first is not None and first.metrics else before.metrics,
+        last_updated_time=current.newest_step_time,
+    )
+
+
+def _checkpoint(
+    observed: Observed, current: Attempt, reports: Sequence[JobStatus], ranks: Sequence[RankStatus]
+) -> CheckpointStatus:
+    checkpoint = _committed(observed, observed.status.checkpoint)
+    if not reports:
+        return checkpoint
+    in_memory = [report.latest_memory_step for report in reports if report.latest_memory_step is not None]
+    known = [report for report in reports if report.latest_persisted_step is not None]
+    if known:
+        last = max(known, key=lambda report: report.latest_persisted_step or 0)
+        if (last.latest_persisted_step or 0) >= (checkpoint.latest_persisted_step or 0):
+            checkpoint = replace(
+                checkpoint,
+                latest_persisted_step=last.latest_persisted_step,
+                latest_persisted_time=last.latest_persisted_time or checkpoint.latest_persisted_time,
+                latest_persisted_uri=observed.storage_uri or None,
+                size_bytes=last.latest_persisted_bytes or checkpoint.size_bytes,
+            )
+    tiers = {rank.restored_tier for rank in ranks if rank.restored_tier is not None}
+    restored = [rank.restored_step for rank in ranks if rank.restored_step]
+    checkpoint = replace(
+        checkpoint,
+        latest_memory_step=min(in_memory, default=checkpoint.latest_memory_step),
+        persist_error=next((report.persist_error for report in reports if report.persist_error), None),
+        pending_bytes=sum(report.pending_bytes for report in reports),
+        saves=_saves(checkpoint, [report.saves for report in reports]),
+        restored_step=max(restored, default=checkpoint.restored_step),
+        # One rank that had to read from the storage makes it the storage's restore.
+        restored_tier=max(tiers, default=checkpoint.restored_tier),
+    )
+    return _lag(checkpoint, current)
+
+
+def _committed(observed: Observed, checkpoint: CheckpointStatus) -> CheckpointStatus:
+    """The storage's own word, when it was read in this pass; it goes back after a roll-back."""
+    if not observed.committed:
+        return checkpoint
+    newest = observed.committed[-1]
+    return replace(
+        checkpoint,
+        latest_persisted_step=newest.step,
+        latest_persisted_time=newest.committed_time,
+        latest_persisted_uri=observed.storage_uri or None,
+        size_bytes=newest.size_bytes,
+    )
+
+
+def _lag(checkpoint: CheckpointStatus, current: Attempt) -> CheckpointStatus:
+    newest, newest_time = current.newest_step, current.newest_step_time
+    if newest is None or newest_time is None:
+        return checkpoint
+    behind = max(0, newest - (checkpoint.latest_persisted_step or 0))
+    since = checkpoint.latest_persisted_time
+    seconds = round(max(0.0, newest_time - since), 3) if since is not None and behind else 0.0
+    return replace(checkpoint, persist_lag_steps=behind, persist_lag_seconds=seconds)
+
+
+def _saves(checkpoint: CheckpointStatus, reported: Sequence[SaveStatus]) -> SavesStatus:
+    """This attempt's saves on top of the earlier ones; an agent that restarted counts from zero, this does
+    not.
+    """
+    now = max(reported, key=lambda saves: saves.count)
+    earlier = checkpoint.earlier_saves
+    count = earlier.count + now.count
+    if count < checkpoint.saves.count:
+        return checkpoint.saves
+    total = earlier.stall_seconds_total + now.stall_seconds_total
+    return SavesStatus(
+        count=count,
+        stall_seconds_total=round(total, 6),
+        stall_seconds_mean=round(total / count, 6) if count else 0.0,
+        stall_seconds_max=max(earlier.stall_seconds_max, now.stall_seconds_max),
+        stall_seconds_last=now.stall_seconds_last if now.count else earlier.stall_seconds_last,
+        skipped=earlier.skipped + now.skipped,
+        dropped=earlier.dropped + now.dropped,
+    )
+
+
+def _recoveries(recoveries: tuple[Recovery, ...], current: Attempt, gang: Gang | None) -> tuple[Recovery, ...]:
+    """Fills in the recovery that the current attempt completes, as its times become known."""
+    if not recoveries or recoveries[-1].attempt + 1 != current.attempt or recoveries[-1].duration_seconds is not None:
+        return recoveries
+    last = recoveries[-1]
+    resumed = current.first_step_time
+    last = replace(
+        last,
+        launched_time=gang.launched_time if gang is not None and gang.run == current.run else last.launched_time,
+        pods_ready_time=current.pods_ready_time,
+        restored_time=current.restored_time,
+        resumed_time=resumed,
+        duration_seconds=round(max(0.0, resumed - last.failure_time), 6) if resumed is not None else None,
+    )
+    return (*recoveries[:-1], last)

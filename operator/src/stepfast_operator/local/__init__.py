@@ -1,0 +1,1 @@
+"""`stepfast run`: one TrainingJob on this machine."""

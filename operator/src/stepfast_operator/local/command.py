@@ -1,0 +1,163 @@
+"""The command `stepfast run`: options and manifest to a TrainingJob, a session, its exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from stepfast.errors import SpecError, StepfastError
+from stepfast_operator.local.session import Outcome, Surroundings, run_session
+from stepfast_operator.local.summary import print_summary, write_summary
+from stepfast_operator.local.view import LiveView, PlainView
+from stepfast_operator.names import job_name_of
+from stepfast_operator.spec import API_VERSION, KIND, TrainingJob, parse_manifest
+
+DEFAULT_NAMESPACE = "local"
+_USAGE_ERROR = 2
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `run` to the `stepfast` command."""
+    # What stands behind the script is the script's, options or not.
+    context = {"allow_interspersed_args": False}
+    app.command(name="run", context_settings=context, no_args_is_help=True)(run)
+
+
+def run(  # noqa: PLR0917 - typer calls it by keyword
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="The training script and its arguments."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="A TrainingJob manifest instead.")] = None,
+    name: Annotated[str | None, typer.Option(help="The job's name; by default the script's.")] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="URI", help="Where checkpoints go. Default: .stepfast/checkpoints here."),
+    ] = None,
+    nnodes: Annotated[int | None, typer.Option(min=1, help="Torchrun processes, each standing for a node.")] = None,
+    nproc_per_node: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="Ranks a node; auto: one per GPU, one without.")
+    ] = None,
+    max_restarts: Annotated[int | None, typer.Option(min=0, help="Restarts before giving up.")] = None,
+    env: Annotated[list[str] | None, typer.Option(metavar="K=V", help="For the script; may be repeated.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory tier, as in 8Gi.")] = None,
+    interval: Annotated[str | None, typer.Option(metavar="auto|10s|50steps", help="How often to save.")] = None,
+    resume_policy: Annotated[str | None, typer.Option(metavar="Latest|Never", help="Where to start from.")] = None,
+    resume_from_step: Annotated[int | None, typer.Option(min=0, help="Roll back to this committed step.")] = None,
+    summary: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the job's status here.")] = None,
+) -> None:
+    """Run a training script so that it survives: failures restart it from the latest committed step."""
+    options = {
+        "trainer.numNodes": nnodes,
+        "trainer.numProcPerNode": _processes(nproc_per_node),
+        "failurePolicy.maxRestarts": max_restarts,
+        "checkpoint.storageUri": _storage_uri(storage),
+        "checkpoint.memory.sizeLimit": memory,
+        "checkpoint.interval": interval,
+        "checkpoint.resumePolicy": "Step" if resume_from_step is not None else resume_policy,
+        "checkpoint.resumeFromStep": resume_from_step,
+    }
+    try:
+        job = _job_of(
+            script or [], file, name, {key: value for key, value in options.items() if value is not None}, env
+        )
+        outcome = _run(job)
+        if summary is not None:
+            write_summary(summary, job.job, outcome)
+    except SpecError as error:
+        sys.stderr.write(f"stepfast run: {error}\n")
+        raise typer.Exit(_USAGE_ERROR) from None
+    except (StepfastError, OSError) as error:
+        sys.stderr.write(f"stepfast run: {error}\n")
+        raise typer.Exit(1) from None
+    raise typer.Exit(outcome.exit_code)
+
+
+def _storage_uri(text: str | None) -> str | None:
+    """A plain path means a folder, from here: the script may run elsewhere."""
+    return text if text is None or "://" in text else f"file://{Path(text).absolute()}"
+
+
+def _processes(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.isdigit() else text
+
+
+def _job_of(
+    script: list[str], file: Path | None, name: str | None, options: dict[str, Any], env: list[str] | None
+) -> TrainingJob:
+    """The manifest, given or made up from the script, with the options on top of it. Raises SpecError."""
+    if (file is None) == (not script):
+        raise SpecError("SCRIPT", "give either a script with its arguments or -f MANIFEST")
+    document = _read_manifest(file) if file is not None else _manifest_for(script)
+    if name is not None:
+        document["metadata"]["name"] = name
+    for path, value in options.items():
+        _set(document["spec"], path.split("."), value)
+    variables = [_variable(text) for text in env or ()]
+    trainer = document["spec"].setdefault("trainer", {})
+    if variables and isinstance(trainer, dict):
+        trainer["env"] = [*trainer.get("env", ()), *variables]
+    return parse_manifest(document, default_namespace=DEFAULT_NAMESPACE)
+
+
+def _manifest_for(script: list[str]) -> dict[str, Any]:
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": job_name_of(script[0])},
+        "spec": {"trainer": {"command": ["torchrun"], "args": ["--", *script]}},
+    }
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(str(path), f"cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SpecError(str(path), f"is not YAML: {error}") from error
+    is_whole = isinstance(document, dict) and all(isinstance(document.get(key), dict) for key in ("metadata", "spec"))
+    if not is_whole:
+        raise SpecError(str(path), f"is no {KIND}: metadata and spec are required")
+    return dict(document)
+
+
+def _set(document: dict[str, Any], path: list[str], value: object) -> None:
+    for key in path[:-1]:
+        document = document.setdefault(key, {})
+    document[path[-1]] = value
+
+
+def _variable(text: str) -> dict[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise SpecError("--env", f"{text!r} is not K=V")
+    return {"name": name, "value": value}
+
+
+def _run(job: TrainingJob) -> Outcome:
+    from stepfast.nodeclient import NodeClient
+    from stepfast.storage import open_store
+
+    root = Path.cwd() / ".stepfast"
+    surroundings = Surroundings(
+        state_root=root / "jobs",
+        storage_uri=f"file://{root / 'checkpoints'}",
+        open_store=open_store,
+        connect=NodeClient,
+    )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    with LiveView(console, str(job.job)) if console.is_terminal else PlainView(sys.stdout) as view:
+        for field in job.cluster_only:
+            view.say(f"{field} has no meaning on one machine and is ignored")
+        outcome = asyncio.run(run_session(job, surroundings, view))
+    print_summary(console, job.job, outcome)
+    return outcome

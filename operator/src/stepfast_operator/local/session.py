@@ -1,0 +1,196 @@
+"""One `stepfast run`: takes the job's lock, runs the reconcile loop until the job is over, and leaves
+nothing behind.
+
+The loop is woken by what changes (an agent's status, a launcher's end, a signal) and looks again when the
+last decision asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from stepfast.errors import SpecError
+from stepfast.storage.base import Store
+from stepfast_operator.backends.localagent import AgentSettings, Client, LocalAgent
+from stepfast_operator.backends.memoryfolder import default_memory_limit
+from stepfast_operator.backends.process import ProcessBackend, ProcessSettings
+from stepfast_operator.backends.statefolder import StateFolder
+from stepfast_operator.observed import Intent
+from stepfast_operator.reconcile import Pass, reconcile
+from stepfast_operator.record import State, Status
+from stepfast_operator.spec import TrainingJob
+
+INTERRUPTED = 130
+_LONGEST_WAIT_SECONDS = 5.0
+
+
+class View(Protocol):
+    """Who shows the user what happens."""
+
+    def line(self, text: str) -> None:
+        """One line that the gang wrote."""
+
+    def show(self, seen: Pass) -> None:
+        """One pass of the loop."""
+
+    def say(self, text: str) -> None:
+        """One line of our own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a session takes from its surroundings; tests put theirs in."""
+
+    state_root: Path
+    storage_uri: str
+    open_store: Callable[[str], Store]
+    connect: Callable[[str], Client]
+    agent_command: tuple[str, ...] | None = None  # None: the installed agent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the session ended. `exit_code` is what `stepfast run` exits with."""
+
+    uid: str
+    status: Status
+    exit_code: int
+    state_folder: Path
+    storage_uri: str
+
+
+async def run_session(job: TrainingJob, surroundings: Surroundings, view: View) -> Outcome:
+    """Runs the job until it is complete, failed or suspended. Raises JobLocked, StorageError, SpecError."""
+    state = StateFolder(surroundings.state_root, job.job)
+    state.lock()
+    try:
+        return await _run_locked(job, surroundings, view, state)
+    finally:
+        state.unlock()
+
+
+async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, state: StateFolder) -> Outcome:
+    uid, status = _begin(state)
+    wake = asyncio.Event()
+    memory_limit = _memory_limit(job)
+    storage_uri = job.spec.checkpoint.storage_uri or surroundings.storage_uri
+    agent_settings = AgentSettings(
+        connect=surroundings.connect,
+        memory_limit=memory_limit,
+        log=state.path / "agent.log",
+        end_seconds=job.spec.failure_policy.flush_timeout_seconds,
+    )
+    if surroundings.agent_command is not None:
+        agent_settings = replace(agent_settings, command=surroundings.agent_command)
+    agent = LocalAgent(job.job, uid, agent_settings, wake.set)
+    settings = ProcessSettings(
+        storage_uri=storage_uri,
+        open_store=surroundings.open_store,
+        memory_limit=memory_limit,
+        on_line=view.line,
+        on_change=wake.set,
+    )
+    backend = ProcessBackend(job, uid, state, agent, settings)
+    interrupts = _Interrupts(backend, wake, view)
+    try:
+        status = await _loop(backend, status, wake, view)
+    finally:
+        await backend.close(status)
+        interrupts.restore()
+    return Outcome(
+        uid=uid,
+        status=status,
+        exit_code=exit_code_of(status),
+        state_folder=state.path,
+        storage_uri=storage_uri,
+    )
+
+
+def _begin(state: StateFolder) -> tuple[str, Status]:
+    """The job that was interrupted here, under its old uid; else a new one, which resumes from the storage
+    alone.
+    """
+    saved = state.read()
+    if saved is not None and not saved.status.is_terminal:
+        return saved.uid, saved.status
+    status = Status(start_time=time.time())
+    uid = str(uuid.uuid4())
+    state.write(uid, status)
+    return uid, status
+
+
+async def _loop(backend: ProcessBackend, status: Status, wake: asyncio.Event, view: View) -> Status:
+    while True:
+        # Cleared before looking: what changes while we look wakes us again.
+        wake.clear()
+        seen = await reconcile(backend, status)
+        status = seen.after
+        view.show(seen)
+        if status.is_terminal or (status.state is State.SUSPENDED and backend.intent is not Intent.RUN):
+            return status
+        requeue = seen.decision.requeue_seconds
+        wait = _LONGEST_WAIT_SECONDS if requeue is None else min(requeue, _LONGEST_WAIT_SECONDS)
+        if wait > 0:
+            try:
+                await asyncio.wait_for(wake.wait(), timeout=wait)
+            except TimeoutError:
+                continue
+        else:
+            await asyncio.sleep(0)
+
+
+def exit_code_of(status: Status) -> int:
+    """0 when complete, 130 when suspended, else the script's own exit status (128 + signal), or 1."""
+    if status.terminal_state == State.COMPLETE:
+        return 0
+    if status.state is State.SUSPENDED:
+        return INTERRUPTED
+    code = status.last_failure.exit_code if status.last_failure is not None else None
+    return code if code is not None and 0 < code < 256 else 1
+
+
+def _memory_limit(job: TrainingJob) -> int:
+    """The spec's, else the script's environment's, else what suits this machine (bytes)."""
+    limit = job.spec.checkpoint.memory.size_limit
+    if limit is not None:
+        return limit
+    for name in ("STEPFAST_MEMORY_BUFFER_SIZE", "NEBULA_MEMORY_BUFFER_SIZE"):
+        text = dict(job.spec.trainer.env).get(name)
+        if text is not None:
+            if not text.isdigit():
+                raise SpecError(f"spec.trainer.env[{name}]", f"{text!r} is no number of bytes")
+            return int(text)
+    return default_memory_limit()
+
+
+class _Interrupts:
+    """The first Ctrl-C (or SIGTERM) asks for a last checkpoint, the second stops at once; what is staged is
+    flushed.
+    """
+
+    def __init__(self, backend: ProcessBackend, wake: asyncio.Event, view: View) -> None:
+        self._backend, self._wake, self._view = backend, wake, view
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt)
+
+    def restore(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    def _interrupt(self) -> None:
+        if self._backend.intent is Intent.RUN:
+            self._backend.intent = Intent.SUSPEND
+            self._view.say("saving a last checkpoint, then stopping; once more stops now")
+        else:
+            self._backend.intent = Intent.STOP_NOW
+            self._view.say("stopping now; what is staged is still persisted")
+        self._wake.set()

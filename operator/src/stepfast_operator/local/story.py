@@ -1,0 +1,97 @@
+"""The job's story in lines: what is worth saying between two statuses. Pure."""
+
+from __future__ import annotations
+
+from stepfast_operator.actions import LaunchGang, StartAgent
+from stepfast_operator.reconcile import Pass
+from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status
+
+COMMIT_LINE_SECONDS = 5.0
+
+
+def tell(seen: Pass) -> list[str]:
+    """What this pass brought, in order, one line for each event."""
+    before, after = seen.before, seen.after
+    lines = [_launched(action, after) for action in seen.decision.actions if isinstance(action, LaunchGang)]
+    if before.current is not None:
+        lines += ["the agent is started" for action in seen.decision.actions if isinstance(action, StartAgent)]
+    lines += _attempt_lines(before.current, after.current, after)
+    if after.last_failure is not None and after.last_failure != before.last_failure:
+        lines.append(describe_failure(after.last_failure))
+    if after.attempt > before.attempt and after.current is not None:
+        lines.append(_planned(after.current, after))
+    error = after.checkpoint.persist_error
+    if error != before.checkpoint.persist_error:
+        lines.append(f"persisting fails: {error}" if error is not None else "persisting works again")
+    if seen.observed.storage_error is not None and before == after:
+        lines.append(f"the storage does not answer: {seen.observed.storage_error}")
+    if after.terminal_state is not None and before.terminal_state is None:
+        lines.append(_ended(after))
+    return lines
+
+
+def describe_failure(failure: LastFailure) -> str:
+    who = f"rank {failure.rank}" if failure.rank is not None else failure.node or "the gang"
+    code = f", exit code {failure.exit_code}" if failure.exit_code is not None else ""
+    message = f": {failure.message}" if failure.message else ""
+    return f"attempt {failure.attempt} failed: {failure.reason} ({who}{code}){message}"
+
+
+def describe_commit(status: Status) -> str:
+    checkpoint = status.checkpoint
+    size = f" ({size_text(checkpoint.size_bytes)})" if checkpoint.size_bytes else ""
+    return f"step {checkpoint.latest_persisted_step} committed{size}"
+
+
+def size_text(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _launched(launch: LaunchGang, status: Status) -> str:
+    nodes = status.nodes.desired
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    return f"attempt {launch.attempt} launched{where}, run {launch.run}"
+
+
+def _planned(attempt: Attempt, status: Status) -> str:
+    start = f"step {attempt.resume_step}" if attempt.resume_step else "scratch"
+    if attempt.attempt == 1:
+        return f"attempt 1 starts from {start}"
+    recovery = _recovery_before(status.recoveries, attempt)
+    lost = f", {recovery.steps_lost} steps lost" if recovery is not None and recovery.steps_lost is not None else ""
+    return f"attempt {attempt.attempt} starts from {start}{lost}"
+
+
+def _recovery_before(recoveries: tuple[Recovery, ...], attempt: Attempt) -> Recovery | None:
+    return recoveries[-1] if recoveries and recoveries[-1].attempt + 1 == attempt.attempt else None
+
+
+def _attempt_lines(before: Attempt | None, after: Attempt | None, status: Status) -> list[str]:
+    if after is None:
+        return []
+    if before is None or before.attempt != after.attempt:
+        return []
+    lines = []
+    if after.pods_ready_time is not None and before.pods_ready_time is None:
+        lines.append("all ranks are here")
+    if after.restored_time is not None and before.restored_time is None and after.resume_step:
+        tier = status.checkpoint.restored_tier
+        lines.append(f"all ranks restored step {after.resume_step}" + (f" from {tier}" if tier else ""))
+    if after.hang_notified_time is not None and before.hang_notified_time is None:
+        lines.append("no new step for too long: the gang seems to hang")
+    if after.flush_timed_out and not before.flush_timed_out:
+        lines.append("flushing took too long: going on with what is committed")
+    return lines
+
+
+def _ended(status: Status) -> str:
+    if status.state is State.COMPLETE:
+        return "complete"
+    reason = status.current.fail_reason if status.current is not None else None
+    message = status.current.fail_message if status.current is not None else ""
+    return f"failed: {reason}" + (f": {message}" if message else "")

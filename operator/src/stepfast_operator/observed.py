@@ -1,0 +1,121 @@
+"""Everything that a decision may depend on, the time included. Pure values; backends fill them in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stepfast.nodestatus import JobStatus
+from stepfast.step import JobKey
+from stepfast_operator.record import Cause, Status
+from stepfast_operator.spec import TrainingSpec
+
+
+class WorkerPhase(StrEnum):
+    """Where a node's share of the gang (a pod, a torchrun process) stands."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+class AgentState(StrEnum):
+    """The agents' state as far as this backend is in charge of them; ELSEWHERE when it is not."""
+
+    READY = "Ready"
+    STARTING = "Starting"
+    GONE = "Gone"
+    ELSEWHERE = "Elsewhere"
+
+
+class Intent(StrEnum):
+    """What the user wants of the job now."""
+
+    RUN = "Run"
+    SUSPEND = "Suspend"  # save, then stop in order
+    STOP_NOW = "StopNow"  # stop at once; what is staged is still flushed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What is known of the end of an attempt. `exit_code` is 128 + signal for a rank that a signal killed."""
+
+    cause: Cause
+    time: float
+    node: str | None = None
+    rank: int | None = None
+    exit_code: int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One node's share of the gang. `failure` may be there while the phase is still Running: a rank died
+    already.
+    """
+
+    index: int
+    node: str
+    phase: WorkerPhase
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gang:
+    """The launched gang of one run; the backend reports it as long as anything of it is remembered."""
+
+    run: str
+    launched_time: float
+    workers: Sequence[Worker]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadRank:
+    """A rank whose connection to the agent ended without a goodbye and whose process is gone."""
+
+    rank: int
+    node: str
+    ended_time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """One usable committed step in the storage."""
+
+    step: int
+    size_bytes: int
+    committed_time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """One look at the world. `now` is seconds since the epoch.
+
+    `gang` is that of the current attempt, None when it was never launched. `live_runs` are the runs of this
+    job that still have a living process or pod. `reports` are the agents' views of this job's runs.
+    `committed` is None until a decision asked to read it; `storage_error` says why reading failed.
+    """
+
+    now: float
+    job: JobKey
+    uid: str
+    spec: TrainingSpec
+    status: Status
+    intent: Intent = Intent.RUN
+    gang: Gang | None = None
+    live_runs: frozenset[str] = frozenset()
+    agent: AgentState = AgentState.ELSEWHERE
+    reports: Sequence[JobStatus] = ()
+    dead_ranks: Sequence[DeadRank] = ()
+    committed: Sequence[Committed] | None = None
+    storage_error: str | None = None
+    storage_uri: str = ""
+
+    def reports_of(self, run: str) -> list[JobStatus]:
+        return [report for report in self.reports if report.run == run]
+
+    def pending_bytes(self, run: str) -> int:
+        """What the agents still hold of the run and have to persist."""
+        return sum(report.pending_bytes for report in self.reports_of(run))

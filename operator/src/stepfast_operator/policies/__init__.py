@@ -1,0 +1,1 @@
+"""One policy a module: pure functions of what was observed."""

@@ -1,0 +1,33 @@
+"""Hang detection: no new step for too long. All that it looks at belongs to one attempt. Pure."""
+
+from __future__ import annotations
+
+from stepfast_operator.observed import Observed
+from stepfast_operator.record import Attempt
+
+
+def last_progress_time(observed: Observed, attempt: Attempt) -> float | None:
+    """When the slowest living rank last reached a new step, or the gang started; None while no rank uses the
+    SDK.
+
+    Ranks that said goodbye are done and are not waited for; a script that never uses the SDK is never called
+    hung.
+    """
+    ranks = [rank for report in observed.reports_of(attempt.run) for rank in report.ranks if rank.alive]
+    if not ranks or observed.gang is None:
+        return None
+    started = observed.gang.launched_time
+    slowest = min(-1 if rank.global_step is None else rank.global_step for rank in ranks)
+    behind = [rank for rank in ranks if (-1 if rank.global_step is None else rank.global_step) == slowest]
+    # A rank without a step has just joined: the gang's first, or an agent that was restarted and knows no
+    # steps yet.
+    times = [rank.joined_time if rank.step_time is None else rank.step_time for rank in behind]
+    return max([started, *times])
+
+
+def hang_left_seconds(observed: Observed, attempt: Attempt) -> float | None:
+    """Seconds until the gang counts as hung (negative: it does); None when that cannot be said."""
+    last = last_progress_time(observed, attempt)
+    if last is None:
+        return None
+    return last + observed.spec.progress_policy.progress_deadline_seconds - observed.now

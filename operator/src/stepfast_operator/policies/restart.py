@@ -1,0 +1,145 @@
+"""Whether an attempt has failed, what follows, and whether the budget allows another. Pure.
+
+Counting: `maxRestarts` limits counted restarts over the job's life. `maxRestartsWithoutProgress` limits
+restarts in a row between which no newer step was committed; the first of them comes at once, the next after
+baseSeconds, doubling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from stepfast_operator.observed import Failure, Observed, WorkerPhase
+from stepfast_operator.record import Cause, FailedReason, Status, Verdict
+from stepfast_operator.spec import Backoff, FailurePolicy, RuleAction
+
+# torchrun tells the exit code within milliseconds; only when it cannot is the agent's word alone taken for a
+# death.
+DEAD_RANK_GRACE_SECONDS = 2.0
+
+# Not the training's fault: neither counted nor backed off.
+UNCOUNTED = frozenset({Cause.SUPERVISOR_RESTARTED, Cause.SUSPENDED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    verdict: Verdict
+    rule: str | None = None
+    fail_message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """`denied` says why there is no further attempt."""
+
+    without_progress: int
+    counted: bool
+    denied: FailedReason | None = None
+    message: str = ""
+
+
+def failure_of(observed: Observed) -> Failure | None:
+    """The first failure of the current gang, if any: the first failed rank ends the attempt for all."""
+    failures = [_dated(observed, failure) for failure in _worker_failures(observed)]
+    if failures:
+        return min(failures, key=lambda failure: failure.time)
+    dead = [
+        rank for rank in observed.dead_ranks if observed.now - rank.ended_time >= DEAD_RANK_GRACE_SECONDS
+    ]  # fmt: skip
+    if not dead:
+        return None
+    first = min(dead, key=lambda rank: rank.ended_time)
+    return Failure(
+        cause=Cause.RANK_FAILED,
+        time=first.ended_time,
+        node=first.node,
+        rank=first.rank,
+        message="its process is gone; nobody saw its exit status",
+    )
+
+
+def next_check_seconds(observed: Observed) -> float | None:
+    """When a dead rank, of which nothing else is known yet, becomes a failure."""
+    waits = [rank.ended_time + DEAD_RANK_GRACE_SECONDS - observed.now for rank in observed.dead_ranks]
+    return max(0.0, min(waits)) if waits else None
+
+
+def judge(policy: FailurePolicy, failure: Failure) -> Judgement:
+    """What the failure rules say; the first match wins, and without one the gang is restarted."""
+    if failure.cause in UNCOUNTED:
+        return Judgement(verdict=Verdict.RESTART_UNCOUNTED)
+    code = failure.exit_code
+    rule = next((rule for rule in policy.rules if code is not None and rule.on_exit_codes.matches(code)), None)
+    if rule is None:
+        return Judgement(verdict=Verdict.RESTART)
+    match rule.action:
+        case RuleAction.FAIL_JOB:
+            message = f"rule {rule.name!r} ends the job on exit code {code}"
+            return Judgement(verdict=Verdict.FAIL, rule=rule.name, fail_message=message)
+        case RuleAction.RESTART_JOB:
+            return Judgement(verdict=Verdict.RESTART, rule=rule.name)
+        case RuleAction.RESTART_IGNORING_MAX:
+            return Judgement(verdict=Verdict.RESTART_UNCOUNTED, rule=rule.name)
+        case _:
+            assert_never(rule.action)
+
+
+def budget_of(policy: FailurePolicy, status: Status, cause: Cause, newest_committed: int | None) -> Budget:
+    """Whether another attempt may follow one that ended for this cause."""
+    current = status.current
+    counted = cause not in UNCOUNTED and current is not None and current.verdict is Verdict.RESTART
+    without = status.restarts_without_progress
+    if has_progress(status, newest_committed):
+        without = 0
+    elif cause not in UNCOUNTED:
+        without += 1
+    budget = Budget(without_progress=without, counted=counted)
+    if counted and status.restarts_count_towards_max >= policy.max_restarts:
+        message = f"{status.restarts_count_towards_max} restarts of at most {policy.max_restarts} (maxRestarts)"
+        return replace(budget, denied=FailedReason.MAX_RESTARTS_REACHED, message=message)
+    if cause not in UNCOUNTED and without > policy.max_restarts_without_progress:
+        message = (
+            f"{without - 1} restarts in a row brought no newer committed step; at most "
+            f"{policy.max_restarts_without_progress} may (maxRestartsWithoutProgress)"
+        )
+        return replace(budget, denied=FailedReason.NO_PROGRESS, message=message)
+    return budget
+
+
+def has_progress(status: Status, newest_committed: int | None) -> bool:
+    """Whether a newer step is committed than when the last attempt was planned."""
+    if newest_committed is None:
+        return False
+    return status.progress_step is None or newest_committed > status.progress_step
+
+
+def backoff_seconds(backoff: Backoff, without_progress: int) -> float:
+    """How long after the failure the next attempt may start."""
+    if without_progress == 0:
+        return 0.0
+    # The exponent is bounded so that a large budget cannot overflow.
+    return min(backoff.max_seconds, backoff.base_seconds * 2.0 ** min(without_progress - 1, 60))
+
+
+def _worker_failures(observed: Observed) -> list[Failure]:
+    found = []
+    for worker in observed.gang.workers if observed.gang is not None else ():
+        if worker.failure is not None:
+            found.append(worker.failure)
+        elif worker.phase is WorkerPhase.FAILED:
+            found.append(
+                Failure(
+                    cause=Cause.WORKER_FAILED,
+                    time=observed.now,
+                    node=worker.node,
+                    message="it ended in failure",
+                )
+            )
+    return found
+
+
+def _dated(observed: Observed, failure: Failure) -> Failure:
+    """The failure with the best known time: the agent saw the connection end before torchrun polled."""
+    times = [dead.ended_time for dead in observed.dead_ranks if dead.rank == failure.rank]
+    return replace(failure, time=min([failure.time, *times]))

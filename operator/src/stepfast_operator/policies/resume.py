@@ -1,0 +1,62 @@
+"""Which step an attempt starts from: one number for the whole gang, fixed before it is launched. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from stepfast_operator.observed import Observed
+from stepfast_operator.spec import ResumePolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """`supersede_after`: roll the storage back to this step first. `unavailable`: why there is nothing to
+    start from.
+    """
+
+    step: int  # 0: from scratch
+    progress_step: int | None
+    supersede_after: int | None = None
+    unavailable: str | None = None
+
+
+def resume_of(observed: Observed) -> Resume:
+    """Needs `observed.committed`."""
+    steps = [committed.step for committed in observed.committed or ()]
+    newest = steps[-1] if steps else None
+    is_first = observed.status.attempt == 0
+    policy = observed.spec.checkpoint.resume_policy
+    match policy:
+        case ResumePolicy.LATEST:
+            return Resume(step=newest or 0, progress_step=_highest(observed, newest))
+        case ResumePolicy.NEVER:
+            # Committed steps of an earlier attempt must not look like this one's progress, nor be resumed
+            # from later.
+            baseline = None if is_first else _highest(observed, newest)
+            return Resume(step=0, progress_step=baseline, supersede_after=-1 if steps else None)
+        case ResumePolicy.STEP:
+            if not is_first:
+                return Resume(step=newest or 0, progress_step=_highest(observed, newest))
+            return _roll_back(observed.spec.checkpoint.resume_from_step or 0, steps)
+        case _:
+            assert_never(policy)
+
+
+def _roll_back(step: int, steps: list[int]) -> Resume:
+    if step not in steps and step != 0:
+        known = ", ".join(map(str, steps)) or "none"
+        return Resume(
+            step=0,
+            progress_step=None,
+            unavailable=f"step {step} (resumeFromStep) is not committed; these are: {known}",
+        )
+    later = step if any(other > step for other in steps) else None
+    return Resume(step=step, progress_step=step or None, supersede_after=later)
+
+
+def _highest(observed: Observed, newest: int | None) -> int | None:
+    known = observed.status.progress_step
+    if known is None or newest is None:
+        return newest if known is None else known
+    return max(known, newest)

@@ -1,0 +1,225 @@
+"""`TrainingJob.status` as frozen values: the operator's whole memory. Pure; how it changes is in `status.py`.
+
+Everything that a decision needs to survive a restart of the operator stands here. Times are seconds since
+the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+MAX_RECOVERIES = 10
+
+
+class State(StrEnum):
+    """What `kubectl get` shows."""
+
+    PENDING = "Pending"
+    SUSPENDED = "Suspended"
+    STARTING = "Starting"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUSPENDING = "Suspending"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class FailedReason(StrEnum):
+    """Why a job failed for good: the reasons of the terminal condition `Failed`."""
+
+    MAX_RESTARTS_REACHED = "MaxRestartsReached"
+    NO_PROGRESS = "NoProgress"
+    FAILURE_POLICY = "FailurePolicy"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
+    INVALID_SPEC = "InvalidSpec"
+    CHECKPOINT_UNAVAILABLE = "CheckpointUnavailable"
+
+
+class Cause(StrEnum):
+    """Why an attempt ended."""
+
+    RANK_FAILED = "RankFailed"  # a rank exited with an error or was killed
+    WORKER_FAILED = "WorkerFailed"  # a node's torchrun ended without a rank to blame
+    HANG_DETECTED = "HangDetected"
+    SUPERVISOR_RESTARTED = "SupervisorRestarted"  # `stepfast run` itself was killed, its gang with it
+    DEADLINE = "Deadline"
+    SUSPENDED = "Suspended"
+
+
+class Verdict(StrEnum):
+    """What follows the end of an attempt."""
+
+    RESTART = "Restart"
+    RESTART_UNCOUNTED = "RestartUncounted"  # does not count towards maxRestarts
+    FAIL = "Fail"
+    SUSPEND = "Suspend"
+
+
+class ConditionType(StrEnum):
+    SUSPENDED = "Suspended"
+    PODS_READY = "PodsReady"
+    PROGRESSING = "Progressing"
+    RESTARTING = "Restarting"
+    CHECKPOINT_FRESH = "CheckpointFresh"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    type: ConditionType
+    status: str  # True | False, as metav1
+    reason: str
+    message: str = ""
+    last_transition_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    desired: int = 0
+    ready: int = 0
+    active: int = 0
+    succeeded: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStatus:
+    global_step: int | None = None
+    steps_per_second: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    last_updated_time: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavesStatus:
+    """How often was saved and how long training stood still for it (seconds)."""
+
+    count: int = 0
+    stall_seconds_total: float = 0.0
+    stall_seconds_mean: float = 0.0
+    stall_seconds_max: float = 0.0
+    stall_seconds_last: float = 0.0
+    skipped: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStatus:
+    latest_memory_step: int | None = None
+    latest_persisted_step: int | None = None
+    latest_persisted_time: float | None = None
+    latest_persisted_uri: str | None = None
+    size_bytes: int | None = None
+    persist_lag_steps: int | None = None
+    persist_lag_seconds: float | None = None
+    persist_error: str | None = None
+    restored_step: int | None = None
+    restored_tier: str | None = None
+    pending_bytes: int = 0
+    saves: SavesStatus = SavesStatus()
+    earlier_saves: SavesStatus = SavesStatus()  # of the attempts before this one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastFailure:
+    attempt: int
+    failure_time: float = field(metadata={"name": "time"})
+    reason: Cause
+    rule: str | None = None
+    action: str | None = None
+    node: str | None = None
+    rank: int | None = None
+    exit_code: int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One recovery, from the failure to the first new step. Times that are not known yet are None."""
+
+    attempt: int  # that failed
+    cause: Cause
+    node: str | None = None
+    rank: int | None = None
+    counted: bool = True
+    failure_time: float
+    detected_time: float
+    flushed_time: float | None = None
+    launched_time: float | None = None
+    pods_ready_time: float | None = None
+    restored_time: float | None = None
+    resumed_time: float | None = None
+    restored_tier: str | None = None
+    step_before: int | None = None
+    resumed_from_step: int | None = None
+    steps_lost: int | None = None
+    duration_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One launch of the gang. `run` and `resume_step` are fixed before it is launched and never change."""
+
+    attempt: int
+    run: str
+    resume_step: int  # 0: from scratch
+    planned_time: float
+    pods_ready_time: float | None = None
+    restored_time: float | None = None
+    first_step: int | None = None  # the first new step that was seen
+    first_step_time: float | None = None
+    newest_step: int | None = None  # highest step that any rank reported
+    newest_step_time: float | None = None
+    steady_step: int | None = None  # the highest step that every rank has reached
+    steady_step_time: float | None = None
+    hang_notified_time: float | None = None
+    suspending_time: float | None = None
+    stopping_time: float | None = None
+    succeeded_time: float | None = None
+    flush_asked_time: float | None = None
+    ended_time: float | None = None  # None: open
+    flushed_time: float | None = None  # when nothing more of it was waited for
+    flush_timed_out: bool = False
+    verdict: Verdict | None = None
+    fail_reason: FailedReason | None = None
+    fail_message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    state: State = State.PENDING
+    attempt: int = 0
+    restarts: int = 0
+    restarts_count_towards_max: int = 0
+    restarts_without_progress: int = 0
+    terminal_state: str | None = None  # Complete | Failed
+    start_time: float | None = None  # of this stretch: begins again when a suspended job resumes
+    earlier_seconds: float = 0.0  # length of the stretches before this one
+    completion_time: float | None = None
+    nodes: Nodes = Nodes()
+    trainer_status: TrainerStatus = TrainerStatus()
+    checkpoint: CheckpointStatus = CheckpointStatus()
+    last_failure: LastFailure | None = None
+    recoveries: tuple[Recovery, ...] = ()
+    steps_lost: int = 0
+    productive_seconds: float = 0.0  # of attempts that ended, without the steps that were lost
+    goodput_ratio: float | None = None
+    progress_step: int | None = None  # highest committed step when the last attempt was planned
+    current: Attempt | None = None
+    conditions: tuple[Condition, ...] = ()
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.terminal_state is not None
+
+    @property
+    def open_attempt(self) -> Attempt | None:
+        """The attempt whose gang runs or is about to; None between attempts."""
+        return self.current if self.current is not None and self.current.ended_time is None else None
+
+    def condition(self, kind: ConditionType) -> Condition | None:
+        return next((condition for condition in self.conditions if condition.type is kind), None)

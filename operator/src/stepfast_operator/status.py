@@ -1,0 +1,261 @@
+"""How a job's status follows from what is observed and decided: `next_status`. Pure; called once a pass.
+
+First what was observed is taken in, then the decision's records, then what is shown is derived. Counters only
+grow, except `restartsWithoutProgress`: it starts again from zero when a newer step is committed (invariant
+I8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import assert_never
+
+from stepfast_operator.actions import (
+    BeginStop,
+    BeginSuspend,
+    Decision,
+    EndAttempt,
+    FlushRun,
+    LaunchGang,
+    MarkComplete,
+    MarkFailed,
+    MarkSuspended,
+    NoteFlushAsked,
+    NoteFlushed,
+    NoteHang,
+    NoteSuccess,
+    PlanAttempt,
+    ReadSteps,
+    Record,
+    RequestSave,
+    RequeueAfter,
+    StartAgent,
+    StopGang,
+    SupersedeAfter,
+)
+from stepfast_operator.conditions import conditions_of
+from stepfast_operator.intake import take_in
+from stepfast_operator.observed import Observed
+from stepfast_operator.record import (
+    MAX_RECOVERIES,
+    Attempt,
+    Cause,
+    LastFailure,
+    Recovery,
+    State,
+    Status,
+    TrainerStatus,
+    Verdict,
+)
+
+
+def next_status(observed: Observed, decision: Decision) -> Status:
+    """The status to write after this pass. Equal to the old one when nothing changed."""
+    before = observed.status
+    status = before if before.is_terminal else take_in(observed)
+    for action in decision.actions:
+        match action:
+            case LaunchGang() | StopGang() | StartAgent() | FlushRun() | RequestSave() | SupersedeAfter():
+                pass
+            case ReadSteps() | RequeueAfter():
+                pass
+            case _:
+                status = _fold(status, action, observed)
+    if before.is_terminal:
+        return status
+    status = replace(status, state=_state_of(status))
+    return replace(status, conditions=conditions_of(status, before, observed.now))
+
+
+def _fold(status: Status, record: Record, observed: Observed) -> Status:
+    now, current = observed.now, status.current
+    match record:
+        case PlanAttempt():
+            return _plan(status, record, now)
+        case EndAttempt():
+            return _end(status, record, now)
+        case MarkSuspended():
+            return _close_stretch(replace(status, state=State.SUSPENDED), now)
+        case MarkComplete():
+            status = _finish(replace(status, current=_ended(current, now)), now)
+            return replace(status, terminal_state=State.COMPLETE)
+        case MarkFailed():
+            reason, message = record.reason, record.message
+            ended = current and replace(current, fail_reason=reason, fail_message=message)
+            if ended is None:
+                ended = Attempt(
+                    attempt=0,
+                    run="",
+                    resume_step=0,
+                    planned_time=now,
+                    fail_reason=reason,
+                    fail_message=message,
+                )
+            return replace(_finish(replace(status, current=_ended(ended, now)), now), terminal_state=State.FAILED)
+        case _:
+            return replace(status, current=current and _note(current, record, now))
+
+
+def _note(
+    current: Attempt,
+    record: BeginSuspend | BeginStop | NoteSuccess | NoteFlushAsked | NoteFlushed | NoteHang,
+    now: float,
+) -> Attempt:
+    """Records that only note a time in the current attempt."""
+    match record:
+        case BeginSuspend():
+            return replace(current, suspending_time=now)
+        case BeginStop():
+            return replace(current, stopping_time=now)
+        case NoteSuccess():
+            return replace(current, succeeded_time=now)
+        case NoteFlushAsked():
+            return replace(current, flush_asked_time=now)
+        case NoteFlushed():
+            return replace(current, flushed_time=now, flush_timed_out=record.timed_out)
+        case NoteHang():
+            return replace(current, hang_notified_time=now)
+        case _:
+            assert_never(record)
+
+
+def _ended(current: Attempt | None, now: float) -> Attempt | None:
+    return replace(current, ended_time=now) if current is not None and current.ended_time is None else current
+
+
+def _end(status: Status, record: EndAttempt, now: float) -> Status:
+    """The attempt is over. A failure is kept as the last one; a restart opens a recovery."""
+    failure, current = record.failure, status.current
+    if current is None:
+        return status
+    current = replace(
+        current,
+        ended_time=now,
+        verdict=record.verdict,
+        flush_asked_time=None,
+        fail_reason=record.fail_reason,
+        fail_message=record.fail_message,
+    )
+    status = replace(status, current=current)
+    if record.verdict is Verdict.SUSPEND:
+        return status
+    last = LastFailure(
+        attempt=current.attempt,
+        failure_time=failure.time,
+        reason=failure.cause,
+        rule=record.rule,
+        action=str(record.verdict),
+        node=failure.node,
+        rank=failure.rank,
+        exit_code=failure.exit_code,
+        message=failure.message,
+    )
+    status = replace(status, last_failure=last)
+    if record.verdict is Verdict.FAIL:
+        return status
+    recovery = Recovery(
+        attempt=current.attempt,
+        cause=failure.cause,
+        node=failure.node,
+        rank=failure.rank,
+        counted=record.verdict is Verdict.RESTART,
+        failure_time=failure.time,
+        detected_time=now,
+        step_before=current.newest_step,
+    )
+    return replace(status, recoveries=(*status.recoveries, recovery)[-MAX_RECOVERIES:])
+
+
+def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
+    """The next attempt; the one before it is settled: what it lost and what it was good for."""
+    status = _settle(status, plan)
+    attempt = Attempt(attempt=plan.attempt, run=plan.run, resume_step=plan.resume_step, planned_time=now)
+    is_restart = plan.after not in (None, Cause.SUSPENDED)
+    trainer = TrainerStatus(global_step=plan.resume_step or None)
+    return replace(
+        status,
+        state=State.STARTING,
+        attempt=plan.attempt,
+        restarts=status.restarts + is_restart,
+        restarts_count_towards_max=status.restarts_count_towards_max + plan.counted,
+        restarts_without_progress=plan.without_progress,
+        start_time=status.start_time if status.start_time is not None else now,
+        progress_step=plan.progress_step,
+        current=attempt,
+        trainer_status=trainer,
+        checkpoint=replace(
+            status.checkpoint,
+            earlier_saves=status.checkpoint.saves,
+            restored_step=None,
+            restored_tier=None,
+            latest_memory_step=None,
+            persist_lag_steps=None,
+            persist_lag_seconds=None,
+            pending_bytes=0,
+        ),
+    )
+
+
+def _settle(status: Status, plan: PlanAttempt) -> Status:
+    ended = status.current
+    if ended is None:
+        return status
+    newest = ended.newest_step
+    lost = max(0, newest - plan.resume_step) if newest is not None else 0
+    recoveries = status.recoveries
+    if recoveries and recoveries[-1].attempt == ended.attempt:
+        last = recoveries[-1]
+        last = replace(
+            last, flushed_time=ended.flushed_time, resumed_from_step=plan.resume_step, steps_lost=lost
+        )  # fmt: skip
+        recoveries = (*recoveries[:-1], last)
+    trained = trained_seconds(ended)
+    steps = (newest or 0) - ended.resume_step
+    kept = trained * max(0.0, 1.0 - lost / steps) if steps > 0 else 0.0
+    return replace(
+        status,
+        recoveries=recoveries,
+        steps_lost=status.steps_lost + lost,
+        productive_seconds=status.productive_seconds + kept,
+    )
+
+
+def trained_seconds(attempt: Attempt) -> float:
+    """How long the attempt made steps: from when it was restored to its newest step."""
+    begin = attempt.restored_time or attempt.pods_ready_time or attempt.first_step_time
+    if begin is None or attempt.newest_step_time is None:
+        return 0.0
+    return max(0.0, attempt.newest_step_time - begin)
+
+
+def _close_stretch(status: Status, now: float) -> Status:
+    """A stretch of activity ends: its deadline begins anew when the job is resumed."""
+    if status.start_time is None:
+        return status
+    return replace(status, earlier_seconds=status.earlier_seconds + now - status.start_time, start_time=None)
+
+
+def _finish(status: Status, now: float) -> Status:
+    """Derives the final goodput: training that was kept, without its stalls, over the time that the job was
+    active.
+    """
+    current = status.current
+    active = status.earlier_seconds + (now - status.start_time if status.start_time is not None else 0.0)
+    kept = status.productive_seconds + (trained_seconds(current) if current is not None else 0.0)
+    kept = max(0.0, kept - status.checkpoint.saves.stall_seconds_total)
+    has_steps = status.trainer_status.global_step is not None
+    ratio = round(min(1.0, kept / active), 4) if active > 0 and has_steps else None
+    return replace(status, completion_time=now, goodput_ratio=ratio)
+
+
+def _state_of(status: Status) -> State:
+    current = status.current
+    if status.terminal_state is not None:
+        return State(status.terminal_state)
+    if status.state is State.SUSPENDED or current is None:
+        return status.state
+    if current.ended_time is not None:
+        return State.SUSPENDING if current.verdict is Verdict.SUSPEND else State.RESTARTING
+    if current.suspending_time is not None:
+        return State.SUSPENDING
+    return State.RUNNING if current.pods_ready_time is not None else State.STARTING

@@ -1,0 +1,1 @@
+"""The node's checkpoint agent. Run it with `python -m stepfast_sidecar --help`."""

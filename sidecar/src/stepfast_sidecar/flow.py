@@ -1,0 +1,361 @@
+"""What happens with the steps that the ranks of one run stage on this node: a state machine without I/O.
+
+Events are methods; each returns the effects to carry out. Invariants owned here:
+ I4 A slot is given to a new save only when its bytes are persisted, given up by the gang, or older than a newer step
+    that the same rank holds whole.
+ I7 A step that is due is dropped only when the gang decided so, and then whole: on every rank of the node at once. A
+    flush needs no decision: everything held becomes due, newest first.
+ I1 A slot that an earlier run of the job left to this one is memory to be used again, never bytes of this run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TypeAlias
+
+from stepfast.slot import SlotRecord
+
+
+class Held(StrEnum):
+    """What a slot is at present. RESERVED: handed to a rank, which writes or will write it."""
+
+    FREE = "free"
+    RESERVED = "reserved"
+    STAGED = "staged"
+    PERSISTING = "persisting"
+    PERSISTED = "persisted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """One slot of one rank, and what it holds."""
+
+    rank: int
+    slot: int
+    held: Held = Held.FREE
+    seq: int = 0
+    record: SlotRecord | None = None
+    due: bool = False
+
+    @property
+    def step(self) -> int | None:
+        return self.record.step if self.record is not None and self.held not in (Held.FREE, Held.RESERVED) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Upload these holdings, one or more files a rank, then write this node's part and commit."""
+
+    step: int
+    run: str
+    holdings: tuple[Holding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistWindow:
+    """Upload one window of a file that is larger than a slot; the rank waits for the slot."""
+
+    holding: Holding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freed:
+    """The rank has a slot that a waiting reservation may now take."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropStep:
+    """The step will not be committed from here: a newer one took its place."""
+
+    step: int
+    run: str
+    holdings: tuple[Holding, ...] = ()  # that were given up with it
+
+
+Effect: TypeAlias = Persist | PersistWindow | Freed | DropStep
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is known of one step of the run. `streamed`: ranks whose files went out window by window."""
+
+    streamed: dict[int, set[str]] = field(default_factory=dict)
+    files: dict[int, int] = field(default_factory=dict)
+    parted: bool = False
+    persisting: bool = False
+    committed: bool = False
+
+
+class RunFlow:
+    """The steps of one run on one node."""
+
+    def __init__(self, run: str, local_world_size: int) -> None:
+        self.run = run
+        self.local_world_size = local_world_size
+        self.holdings: dict[tuple[int, int], Holding] = {}
+        self._steps: dict[int, _Step] = {}
+        self._wanted: set[int] = set()
+        self._flushing = False
+        self._blocked = False  # persisting fails at present; `retry` lifts it
+
+    # ------------------------------------------------------------ slots
+
+    def add_slot(self, rank: int, slot: int, seq: int = 0) -> None:
+        """A slot that this run may use; `seq` is the highest that its file knows."""
+        self.holdings.setdefault((rank, slot), Holding(rank=rank, slot=slot, seq=seq))
+
+    def remove_slot(self, rank: int, slot: int) -> None:
+        self.holdings.pop((rank, slot), None)
+
+    def slots_of(self, rank: int) -> list[Holding]:
+        return sorted((h for h in self.holdings.values() if h.rank == rank), key=lambda h: h.slot)
+
+    def reserve(self, rank: int, drop: Collection[int]) -> tuple[Holding | None, list[Effect]]:
+        """The slot for the rank's next save, or None while it has to wait, and what was dropped for it."""
+        effects = [effect for step in sorted(set(drop)) for effect in self._drop(step)]
+        candidates = [h for h in self.slots_of(rank) if self._is_reusable(h)]
+        if not candidates:
+            return None, effects
+        chosen = min(candidates, key=self._preference)
+        reserved = replace(chosen, held=Held.RESERVED, seq=chosen.seq + 1, record=None, due=False)
+        self.holdings[(rank, chosen.slot)] = reserved
+        return reserved, effects
+
+    def _drop(self, step: int) -> list[Effect]:
+        """Gives the step up as the gang decided, unless somebody needs it: then the decision came too late."""
+        held = list(self._of_step(step))
+        if self._flushing or step in self._wanted or not any(h.due for h in held):
+            return []
+        if any(h.held is not Held.STAGED or self._is_newest(h) for h in held):
+            return []
+        return self._free(step)
+
+    def _is_reusable(self, holding: Holding) -> bool:
+        match holding.held:
+            case Held.FREE | Held.PERSISTED | Held.RESERVED:
+                # RESERVED: the rank asked again, so it gave the earlier reservation up (one save at a time).
+                return True
+            case Held.PERSISTING:
+                return False
+            case Held.STAGED:
+                needed = self._flushing or holding.due or self._step(holding) in self._wanted
+                return not needed and not self._is_newest(holding)
+
+    def _is_newest(self, holding: Holding) -> bool:
+        steps = [step for h in self.slots_of(holding.rank) if (step := self._step(h)) is not None]
+        return bool(steps) and self._step(holding) == max(steps)
+
+    def _preference(self, holding: Holding) -> tuple[int, int]:
+        order = {Held.RESERVED: 0, Held.FREE: 1, Held.PERSISTED: 2, Held.STAGED: 4, Held.PERSISTING: 9}
+        newest = holding.held is Held.PERSISTED and self._is_newest(holding)
+        return order[holding.held] + newest, holding.step or 0
+
+    # ------------------------------------------------------------ events
+
+    def staged(self, rank: int, slot: int, record: SlotRecord) -> list[Effect]:
+        """A rank's slot holds a whole window of a step."""
+        holding = replace(
+            self.holdings[(rank, slot)],
+            held=Held.STAGED,
+            seq=record.seq,
+            record=record,
+            due=record.due or self._flushing or record.step in self._wanted,
+        )
+        self.holdings[(rank, slot)] = holding
+        step = self._steps.setdefault(record.step, _Step())
+        step.files[rank] = record.files
+        if record.window_bytes < record.file_bytes:
+            self.holdings[(rank, slot)] = persisting = replace(holding, held=Held.PERSISTING)
+            return [PersistWindow(holding=persisting)]
+        return self._next()
+
+    def window_persisted(self, rank: int, slot: int, *, file_done: bool) -> list[Effect]:
+        """A window is stored, its slot free; with the last one the rank's file is."""
+        holding = self.holdings[(rank, slot)]
+        record = holding.record
+        if holding.held is not Held.PERSISTING:  # the step was given up meanwhile
+            return []
+        self.holdings[(rank, slot)] = replace(holding, held=Held.FREE, record=None, due=False)
+        if record is not None and file_done:
+            self._steps.setdefault(record.step, _Step()).streamed.setdefault(rank, set()).add(record.name)
+        return [Freed(rank=rank), *self._next()]
+
+    def persisted(self, step: int) -> list[Effect]:
+        """This node's part of the step is written."""
+        state = self._steps.setdefault(step, _Step())
+        state.parted, state.persisting, self._blocked = True, False, False
+        freed = self._mark(step, Held.PERSISTED)
+        return [*(Freed(rank=rank) for rank in freed), *self._next()]
+
+    def persist_failed(self, step: int) -> list[Effect]:
+        """The step could not be persisted; nothing is tried again before `retry`."""
+        self._steps.setdefault(step, _Step()).persisting = False
+        self._blocked = True
+        self._mark(step, Held.STAGED)
+        return []
+
+    def retry(self) -> list[Effect]:
+        """The time to try again has come."""
+        self._blocked = False
+        return self._next()
+
+    def persister_lost(self) -> list[Effect]:
+        """The persister died: what it had in hand is staged still; windows it had taken are lost with their step."""
+        for state in self._steps.values():
+            state.persisting = False
+            if not state.parted:
+                state.streamed.clear()
+        freed = []
+        for key, holding in self.holdings.items():
+            if holding.held is Held.PERSISTING:
+                record = holding.record
+                is_window = record is not None and record.window_bytes < record.file_bytes
+                self.holdings[key] = (
+                    replace(holding, held=Held.FREE, record=None) if is_window else replace(holding, held=Held.STAGED)
+                )
+                freed += [holding.rank] if is_window else []
+        self._blocked = True
+        return [Freed(rank=rank) for rank in sorted(set(freed))]
+
+    def give_up(self, step: int) -> list[Effect]:
+        """The step's bytes cannot be persisted at all (its slot was damaged by its owner)."""
+        return [*self._free(step), *self._next()]
+
+    def committed(self, step: int) -> None:
+        """The step's manifest is there."""
+        self._steps.setdefault(step, _Step()).committed = True
+        self._wanted.discard(step)
+        for old in [s for s, state in self._steps.items() if s < step and state.committed]:
+            del self._steps[old]
+
+    def want(self, step: int) -> list[Effect]:
+        """Somebody waits for the step's commit."""
+        self._wanted.add(step)
+        for holding in self._of_step(step):
+            self.holdings[(holding.rank, holding.slot)] = replace(holding, due=True)
+        return self._next()
+
+    def flush(self) -> list[Effect]:
+        """Everything held is due, also what will still be staged."""
+        self._flushing = True
+        for key, holding in self.holdings.items():
+            if holding.held is Held.STAGED:
+                self.holdings[key] = replace(holding, due=True)
+        return self._next()
+
+    # ------------------------------------------------------------ what stands
+
+    def incomplete_steps(self) -> list[int]:
+        """Steps that are held, though not by every rank of this node."""
+        held = self._held_steps((Held.STAGED,))
+        return sorted(step for step in held if not self._is_complete(step))
+
+    def memory_step(self) -> int | None:
+        """The newest step that every rank of this node holds in memory, whole."""
+        return max((step for step in self._held_steps(Held) if self._is_complete(step)), default=None)
+
+    def pending_steps(self) -> list[int]:
+        """Steps that are due, complete on this node and not committed."""
+        due = self._held_steps((Held.STAGED, Held.PERSISTING), due=True)
+        waiting = {step for step in due if self._is_complete(step)}
+        return sorted(waiting | {step for step, state in self._steps.items() if state.parted and not state.committed})
+
+    def pending_bytes(self) -> int:
+        pending = set(self.pending_steps())
+        return sum(
+            h.record.window_bytes
+            for h in self.holdings.values()
+            if h.record is not None and self._step(h) in pending and h.held is not Held.PERSISTED
+        )
+
+    def unpersisted_of(self, rank: int) -> tuple[int, ...]:
+        """The rank's steps that are staged and due and not persisted."""
+        return tuple(sorted(self._held_steps((Held.STAGED, Held.PERSISTING), due=True, rank=rank)))
+
+    def persisting_steps(self) -> tuple[int, ...]:
+        return tuple(sorted(step for step, state in self._steps.items() if state.persisting))
+
+    def uncommitted_parts(self) -> list[int]:
+        """Steps whose part this node wrote while their manifest is not known to exist."""
+        return sorted(step for step, state in self._steps.items() if state.parted and not state.committed)
+
+    def adopt(self, holding: Holding, *, parted: bool) -> None:
+        """A slot that an earlier agent of this node left behind."""
+        self.holdings[(holding.rank, holding.slot)] = holding
+        if holding.record is not None and holding.held is not Held.FREE:
+            step = self._steps.setdefault(holding.record.step, _Step())
+            step.files[holding.rank] = holding.record.files
+            step.parted = step.parted or parted
+
+    # ------------------------------------------------------------ inside
+
+    def _step(self, holding: Holding) -> int | None:
+        """The step of this run of which the slot holds a whole file: no window, nor what an earlier run left in it."""
+        record = holding.record
+        if record is None or record.run != self.run or record.window_bytes < record.file_bytes:
+            return None
+        return holding.step
+
+    def _held_steps(self, states: Iterable[Held], *, due: bool = False, rank: int | None = None) -> set[int]:
+        states = set(states)
+        return {
+            step
+            for h in self.holdings.values()
+            if (step := self._step(h)) is not None and h.held in states and h.due >= due and rank in (None, h.rank)
+        }
+
+    def _forget_overwritten(self) -> None:
+        """Steps that were held in memory alone, and whose slots hold newer ones by now."""
+        alive = {h.step for h in self.holdings.values() if h.step is not None}
+        alive |= {step for step, state in self._steps.items() if state.streamed or state.parted}
+        newest = max(alive, default=0)
+        for step in [s for s in self._steps if s < newest and s not in alive]:
+            del self._steps[step]
+
+    def _free(self, step: int) -> list[Effect]:
+        """Forgets the step and what is held of it."""
+        held = tuple(h for h in self.holdings.values() if h.step == step and h.record and h.record.run == self.run)
+        for h in held:
+            self.holdings[(h.rank, h.slot)] = replace(h, held=Held.FREE, record=None, due=False)
+        self._steps.pop(step, None)
+        self._wanted.discard(step)
+        freed = (Freed(rank=rank) for rank in sorted({h.rank for h in held}))
+        return [DropStep(step=step, run=self.run, holdings=held), *freed]
+
+    def _is_complete(self, step: int) -> bool:
+        state = self._steps.get(step)
+        if state is None or len(state.files) < self.local_world_size:
+            return False
+        return all(len(self._names(step, rank)) >= files for rank, files in state.files.items())
+
+    def _names(self, step: int, rank: int) -> set[str]:
+        held = {h.record.name for h in self.slots_of(rank) if self._step(h) == step and h.record is not None}
+        return held | self._steps[step].streamed.get(rank, set())
+
+    def _next(self) -> list[Effect]:
+        """Starts persisting the newest step that is due and complete, one at a time."""
+        if self._blocked or any(state.persisting for state in self._steps.values()):
+            return []
+        self._forget_overwritten()
+        due = self._held_steps((Held.STAGED,), due=True)
+        due |= {step for step, state in self._steps.items() if state.streamed and not state.parted}
+        ready = [step for step in due if not self._steps[step].parted and self._is_complete(step)]
+        if not ready:
+            return []
+        step = max(ready)
+        self._steps[step].persisting = True
+        self._mark(step, Held.PERSISTING)
+        return [Persist(step=step, run=self.run, holdings=tuple(self._of_step(step)))]
+
+    def _of_step(self, step: int) -> Iterable[Holding]:
+        return sorted((h for h in self.holdings.values() if self._step(h) == step), key=lambda h: (h.rank, h.slot))
+
+    def _mark(self, step: int, held: Held) -> list[int]:
+        marked = list(self._of_step(step))
+        for holding in marked:
+            self.holdings[(holding.rank, holding.slot)] = replace(holding, held=held)
+        return sorted({holding.rank for holding in marked})

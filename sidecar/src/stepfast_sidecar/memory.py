@@ -1,0 +1,192 @@
+"""The memory tier's files: slots in the agent's own folder of a tmpfs.
+
+The agent creates and pre-faults them (so the pages are charged to it, and the first save is as fast as the tenth) and
+hands descriptors to ranks. It reads and writes control pages with pread and pwrite: only a job's own persister maps a
+slot, so that a tenant who truncates one kills nobody else.
+
+    <memory folder>/<namespace>/<job>/job.json
+    <memory folder>/<namespace>/<job>/<rank>/slot-<index>-<generation>
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepfast.errors import MemoryBudgetTooSmall, SpecError
+from stepfast.layout import CHUNK_BYTES
+from stepfast.slot import CONTROL_BYTES, ControlPage, SlotState, agent_record, read_control
+from stepfast.step import JobKey
+from stepfast.tensorfile import PAGE
+
+MAX_SLOTS = 3  # one is persisted, one is the newest whole step, one is written
+_SLOT = re.compile(r"slot-([0-9]+)-([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotPlan:
+    """How a rank's share is used: so many slots of so many data bytes. `streamed`: a file is larger than a slot."""
+
+    slots: int
+    capacity_bytes: int
+    streamed: bool
+
+
+def plan_slots(share_bytes: int, file_bytes: int) -> SlotPlan:
+    """Divides a rank's share for files of that size. Raises MemoryBudgetTooSmall when not even a chunk fits."""
+    capacity = -(-file_bytes // PAGE) * PAGE
+    whole = min(MAX_SLOTS, share_bytes // (capacity + CONTROL_BYTES))
+    if whole >= 1:
+        return SlotPlan(slots=whole, capacity_bytes=capacity, streamed=False)
+    windows = 2 if share_bytes >= 2 * (CHUNK_BYTES + CONTROL_BYTES) else 1
+    chunks = (share_bytes // windows - CONTROL_BYTES) // CHUNK_BYTES
+    if chunks < 1:
+        raise MemoryBudgetTooSmall(
+            f"a rank's share of the memory tier is {share_bytes} bytes; at least {CHUNK_BYTES + CONTROL_BYTES} are "
+            "needed: raise checkpoint.memory.sizeLimit (STEPFAST_MEMORY_BUFFER_SIZE)"
+        )
+    return SlotPlan(slots=windows, capacity_bytes=chunks * CHUNK_BYTES, streamed=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotFile:
+    """One slot's file. `generation` tells two files of one index apart; it only grows."""
+
+    path: Path
+    index: int
+    generation: int
+    capacity_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return CONTROL_BYTES + self.capacity_bytes
+
+    def read_control(self) -> ControlPage:
+        """What the slot says of itself; an unreadable or cut slot is an empty one."""
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                page = file.read(CONTROL_BYTES)
+                if os.fstat(file.fileno()).st_size < self.size_bytes:
+                    return ControlPage(record=None, verdict=None)
+        except OSError:
+            return ControlPage(record=None, verdict=None)
+        return read_control(page)
+
+    def write_verdict(self, seq: int, verdict: SlotState) -> None:
+        """Notes what became of the slot's bytes of that sequence number."""
+        offset, data = agent_record(seq, verdict)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, data, offset)
+        finally:
+            os.close(descriptor)
+
+    def open(self, *, writable: bool) -> int:
+        """A descriptor of the file; the caller closes it."""
+        return os.open(self.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+
+
+class MemoryTier:
+    """The folder, and which jobs it holds."""
+
+    def __init__(self, root: Path, limit_bytes: int) -> None:
+        self._root = root
+        self._limit = limit_bytes
+        self._taken = 0  # by slots that are there or being made
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @property
+    def free_bytes(self) -> int:
+        """What the limit leaves; negative when an earlier agent was allowed more."""
+        return self._limit - self._taken
+
+    def take(self, size_bytes: int) -> bool:
+        """Claims room for a slot before it is made; False when the limit does not allow it."""
+        if size_bytes > self.free_bytes:
+            return False
+        self._taken += size_bytes
+        return True
+
+    def give_back(self, size_bytes: int) -> None:
+        """Of a slot that was not made after all."""
+        self._taken -= size_bytes
+
+    def create(self, job: JobKey, rank: int, index: int, generation: int, capacity_bytes: int) -> SlotFile:
+        """Makes a slot and all its pages; blocks about 0.3 s a GiB. Raises OSError when memory is exhausted."""
+        folder = self._folder(job) / f"{rank:05d}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        slot = SlotFile(
+            path=folder / f"slot-{index}-{generation}",
+            index=index,
+            generation=generation,
+            capacity_bytes=capacity_bytes,
+        )
+        building = folder / f".{slot.path.name}"
+        descriptor = os.open(building, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, slot.size_bytes)
+            os.rename(building, slot.path)
+        except OSError:
+            os.unlink(building)
+            raise
+        finally:
+            os.close(descriptor)
+        return slot
+
+    def remove(self, slot: SlotFile) -> None:
+        """Frees the slot's memory (a rank that still maps it keeps its pages until it unmaps them)."""
+        slot.path.unlink(missing_ok=True)
+        self.give_back(slot.size_bytes)
+
+    def remember(self, job: JobKey, settings: dict[str, object]) -> None:
+        """Notes what a restarted agent must know of the job."""
+        folder = self._folder(job)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        building = folder / ".job.json"
+        building.write_text(json.dumps(settings))
+        os.rename(building, folder / "job.json")
+
+    def forget(self, job: JobKey) -> None:
+        """Frees all that is held of the job."""
+        shutil.rmtree(self._folder(job), ignore_errors=True)
+
+    def jobs(self) -> Iterator[tuple[JobKey, dict[str, object], dict[int, list[SlotFile]]]]:
+        """What an earlier agent left: each job, its settings, and its slots by rank. Removes what is none of these."""
+        for note in sorted(self._root.glob("*/*/job.json")):
+            try:
+                job = JobKey(namespace=note.parent.parent.name, name=note.parent.name)
+                settings = json.loads(note.read_text())
+            except (SpecError, ValueError, OSError):
+                shutil.rmtree(note.parent, ignore_errors=True)
+                continue
+            yield job, settings, self._slots(note.parent)
+
+    def _slots(self, folder: Path) -> dict[int, list[SlotFile]]:
+        slots: dict[int, list[SlotFile]] = {}
+        for path in sorted(folder.glob("[0-9]*/*")) + sorted(folder.glob("[0-9]*/.*")):
+            match = _SLOT.fullmatch(path.name)
+            size = path.stat().st_size
+            if match is None or size <= CONTROL_BYTES:
+                path.unlink(missing_ok=True)
+                continue
+            slot = SlotFile(
+                path=path,
+                index=int(match.group(1)),
+                generation=int(match.group(2)),
+                capacity_bytes=size - CONTROL_BYTES,
+            )
+            self._taken += slot.size_bytes
+            slots.setdefault(int(path.parent.name), []).append(slot)
+        return slots
+
+    def used_bytes(self) -> int:
+        """The bytes of all slots that are there or being made."""
+        return self._taken
+
+    def _folder(self, job: JobKey) -> Path:
+        return self._root / job.namespace / job.name

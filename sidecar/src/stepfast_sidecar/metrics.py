@@ -1,0 +1,88 @@
+"""The agent's Prometheus metrics, by the names of the API. No label grows with jobs or steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)
+
+
+class Metrics:
+    """One registry of its own, so that several agents can live in one process of tests."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        prefix = "stepfast_checkpoint"
+        self._stall = Histogram(
+            f"{prefix}_stall_seconds",
+            "How long a save stalled training.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._stage_bytes = Counter(f"{prefix}_stage_bytes", "Bytes staged into memory.", registry=self.registry)
+        self._persist = Histogram(
+            f"{prefix}_persist_duration_seconds",
+            "Upload of a node's part.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._persist_bytes = Counter(f"{prefix}_persist_bytes", "Bytes persisted.", registry=self.registry)
+        self._failures = Counter(
+            f"{prefix}_persist_failures", "Failed attempts to persist.", ["reason"], registry=self.registry
+        )
+        self._commits = Counter(f"{prefix}_commits", "Steps committed.", registry=self.registry)
+        self._dropped = Counter(f"{prefix}_dropped_steps", "Steps given up for newer ones.", registry=self.registry)
+        self._restore = Histogram(
+            f"{prefix}_restore_duration_seconds",
+            "Restore of a rank.",
+            ["tier"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._flush = Histogram(
+            f"{prefix}_flush_duration_seconds", "Flush.", ["cause"], buckets=_SECONDS, registry=self.registry
+        )
+        self._used = Gauge(f"{prefix}_memory_used_bytes", "Memory tier in use.", registry=self.registry)
+        self._limit = Gauge(f"{prefix}_memory_limit_bytes", "Memory tier's limit.", registry=self.registry)
+        self._lag = Gauge(f"{prefix}_persist_lag_seconds", "Age of the oldest pending step.", registry=self.registry)
+
+    def serve(self, port: int, *, limit_bytes: int, used_bytes: Callable[[], int]) -> Callable[[], None]:
+        """Serves the metrics on loopback; returns what ends that."""
+        self._limit.set(limit_bytes)
+        self._used.set_function(used_bytes)
+        server, thread = start_http_server(port, addr="127.0.0.1", registry=self.registry)
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return stop
+
+    def staged(self, size_bytes: int, stall_seconds: float) -> None:
+        self._stall.observe(stall_seconds)
+        self._stage_bytes.inc(size_bytes)
+
+    def persisted(self, size_bytes: int, seconds: float) -> None:
+        self._persist.observe(seconds)
+        self._persist_bytes.inc(size_bytes)
+
+    def failed(self, reason: str) -> None:
+        self._failures.labels(reason=reason).inc()
+
+    def committed(self) -> None:
+        self._commits.inc()
+
+    def dropped(self) -> None:
+        self._dropped.inc()
+
+    def restored(self, tier: str, seconds: float) -> None:
+        self._restore.labels(tier=tier).observe(seconds)
+
+    def flushed(self, cause: str, seconds: float) -> None:
+        self._flush.labels(cause=cause).observe(seconds)
+
+    def lag(self, seconds: float) -> None:
+        self._lag.set(seconds)

@@ -1,0 +1,261 @@
+"""Persisting, committing and fetching for one job: what the job's own process does with storage and slots.
+
+Owns I2 for a node with an agent: the agent of rank 0 writes the manifest as soon as the parts cover all ranks; any
+other agent that wrote a part does after a grace, so that a commit needs nobody in particular.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from stepfast import catalog
+from stepfast.commit import FileUpload, read_manifest, try_commit, write_part
+from stepfast.errors import CheckpointError, ObjectNotFound, StorageError
+from stepfast.histories import SaveRow, append_rows
+from stepfast.layout import (
+    FileEntry,
+    Manifest,
+    Part,
+    data_path,
+    parse_part,
+    parse_step_folder,
+    part_path,
+)
+from stepfast.retention import leftovers, steps_to_remove
+from stepfast.slot import CONTROL_BYTES, SlotState, read_control
+from stepfast.storage.base import Store
+from stepfast.storage.download import download
+
+UPLOAD_THREADS = 4
+COMMIT_GRACE_SECONDS = 5.0  # how long agents other than rank 0's leave the manifest to it
+
+
+class SlotDamaged(CheckpointError):
+    """A slot's file is not what its record said: its owner truncated or reused it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRef:
+    """A slot's bytes as the persister is told of them. `seq` is the use of the slot that is meant."""
+
+    path: str
+    seq: int
+    rank: int
+    name: str
+    file_bytes: int
+    window_begin: int
+    window_bytes: int
+
+
+class MappedSlot:
+    """A slot's data, mapped read-only, page-aligned. Use as a context manager."""
+
+    def __init__(self, ref: SlotRef) -> None:
+        self._ref = ref
+        descriptor = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size < CONTROL_BYTES + ref.window_bytes:
+                raise SlotDamaged(f"the slot of rank {ref.rank} was truncated")
+            self._map = mmap.mmap(descriptor, CONTROL_BYTES + ref.window_bytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        self._whole = memoryview(self._map)
+        self.data = self._whole[CONTROL_BYTES:]
+
+    def check(self) -> None:
+        """Raises SlotDamaged when the slot no longer holds what it is read for: what was read may be of two saves."""
+        record = read_control(bytes(self._whole[:CONTROL_BYTES])).record
+        if record is None or record.seq != self._ref.seq or record.state is not SlotState.STAGED:
+            raise SlotDamaged(f"the slot of rank {self._ref.rank} was reused while it was read")
+
+    def __enter__(self) -> MappedSlot:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.data.release()
+        self._whole.release()
+        # Slices live on in the traceback of a failed upload, which must not be hidden; the map goes with them.
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+class JobPersister:
+    """Serves one job's storage. Methods block and may be called from several threads at once."""
+
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        spool_folder: str | None = None,
+    ) -> None:
+        self._store, self._folder, self._clock = store, folder, clock
+        self._spool_folder = spool_folder
+        self._uploaders = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stepfast-upload")
+        self._streams: dict[tuple[int, str, int, str], FileUpload] = {}
+        self._streamed: dict[tuple[int, str, int, str], FileEntry] = {}
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------ writing
+
+    def persist(
+        self, *, step: int, run: str, node: int, world_size: int, replicated: str, saved_time: float,
+        ranks: Sequence[int], slots: Sequence[SlotRef],
+    ) -> Part:  # fmt: skip
+        """Uploads the slots' files and writes this node's part. A part that is already there is done.
+
+        Raises StorageError, SlotDamaged.
+        """
+        try:
+            return parse_part(self._store.read(f"{self._folder}/{part_path(step, run, node)}"))
+        except ObjectNotFound:
+            pass
+        files = [self._upload(step, run, world_size, slot) for slot in slots]
+        with self._lock:
+            streamed = {key: entry for key, entry in self._streamed.items() if key[:2] == (step, run)}
+        files += list(streamed.values())
+        part = Part(
+            step=step,
+            run=run,
+            node=node,
+            world_size=world_size,
+            ranks=tuple(sorted(ranks)),
+            files=tuple(sorted(files, key=lambda file: (file.rank, file.name))),
+            saved_time=saved_time,
+            persisted_time=self._clock(),
+            replicated=replicated,
+        )
+        write_part(self._store, self._folder, part)
+        with self._lock:
+            for key in streamed:
+                self._streamed.pop(key, None)
+        return part
+
+    def _upload(self, step: int, run: str, world_size: int, slot: SlotRef) -> FileEntry:
+        path = data_path(step, run, slot.name, slot.rank, world_size)
+        upload = FileUpload(self._store, self._folder, path, name=slot.name, rank=slot.rank, size_bytes=slot.file_bytes)
+        try:
+            with MappedSlot(slot) as mapped:
+                upload.put(0, mapped.data, self._uploaders)
+                mapped.check()
+            return upload.finish()
+        except BaseException:
+            upload.abort()
+            raise
+
+    def persist_window(self, *, step: int, run: str, world_size: int, slot: SlotRef) -> bool:
+        """Uploads one window of a large file; True when the file is whole with it. Raises StorageError, SlotDamaged."""
+        key = (step, run, slot.rank, slot.name)
+        with self._lock:
+            upload = self._streams.get(key)
+            if upload is None or slot.window_begin == 0:
+                for stale in [k for k in self._streams if k[1:] == key[1:]]:
+                    self._streams.pop(stale).abort()
+                path = data_path(step, run, slot.name, slot.rank, world_size)
+                upload = self._streams[key] = FileUpload(
+                    self._store,
+                    self._folder,
+                    path,
+                    name=slot.name,
+                    rank=slot.rank,
+                    size_bytes=slot.file_bytes,
+                )
+        with MappedSlot(slot) as mapped:
+            upload.put(slot.window_begin, mapped.data)
+            mapped.check()
+        with self._lock:  # windows are stored side by side: any of them may be the one that completes the file
+            if not upload.is_complete or self._streams.get(key) is not upload:
+                return False
+            del self._streams[key]
+        try:
+            entry = upload.finish()
+        except StorageError:
+            with self._lock:
+                self._streams.setdefault(key, upload)  # this window comes again
+            raise
+        with self._lock:
+            self._streamed[key] = entry
+        return True
+
+    def commit(self, *, step: int, run: str, leads: bool, is_stopped: Callable[[], bool]) -> Manifest | None:
+        """Waits until the step is committed, by whomever; None when stopped before. Raises StorageError."""
+        begin = time.monotonic()
+        pause = 0.05
+        while not is_stopped():
+            if leads or time.monotonic() - begin > COMMIT_GRACE_SECONDS:
+                manifest = try_commit(self._store, self._folder, step, run, is_stopped=is_stopped)
+            else:
+                manifest = read_manifest(self._store, self._folder, step)
+            if manifest is not None:
+                return manifest
+            time.sleep(pause)
+            pause = min(2.0, pause * 2)
+        return None
+
+    def retain(self, *, run: str, max_to_keep: int, protected: Sequence[int]) -> list[int]:
+        """Removes steps beyond `max_to_keep` and leftovers of earlier attempts; returns the removed steps."""
+        found = catalog.committed_steps(self._store, self._folder)
+        committed = [step.step for step in found]
+        # A step that cannot be restored must not push one out that can.
+        whole = [step.step for step in found if step.damage is None]
+        removed = steps_to_remove(whole, max_to_keep=max_to_keep, protected=protected)
+        for step in removed:
+            catalog.remove_step(self._store, self._folder, step)
+        folders = {}
+        for entry in self._store.list(self._folder):
+            step_of = parse_step_folder(entry.name)
+            if step_of is not None and step_of not in committed and step_of < max(committed, default=0):
+                folders[step_of] = [file.name for file in self._store.list(f"{self._folder}/{entry.name}")]
+        for step, name in leftovers(folders, newest_committed=max(committed, default=0), run=run):
+            self._store.delete(f"{self._folder}/global_step{step}/{name}")
+        # A folder is never removed here, however empty it looks: a step may be on its way into it.
+        return removed
+
+    def note_saves(self, rows: Sequence[SaveRow]) -> None:
+        """Adds rows to checkpointHistories.csv."""
+        append_rows(self._store, self._folder, rows)
+
+    # ------------------------------------------------------------ reading
+
+    def steps(self) -> list[int]:
+        """Committed steps, ascending; also those whose manifest is damaged, so that a restore names it (I5)."""
+        return [found.step for found in catalog.committed_steps(self._store, self._folder)]
+
+    def fetch(self, path: str) -> dict[str, Any]:
+        """Makes an object readable by a path on this machine: the file itself, or a copy that the reader removes."""
+        full = f"{self._folder}/{path}"
+        descriptor = self._store.open_file(full)
+        if descriptor is not None:
+            try:
+                size = os.fstat(descriptor).st_size
+                return {"path": os.readlink(f"/proc/self/fd/{descriptor}"), "size": size, "copy": False}
+            finally:
+                os.close(descriptor)
+        handle, copy = tempfile.mkstemp(prefix="stepfast-fetch-", dir=self._spool_folder)
+        try:
+            size = download(self._store, full, handle, self._uploaders)
+        except BaseException:
+            os.unlink(copy)
+            raise
+        finally:
+            os.close(handle)
+        return {"path": copy, "size": size, "copy": True}
+
+    def close(self) -> None:
+        """Ends threads and connections; unfinished uploads are aborted."""
+        with self._lock:
+            for upload in self._streams.values():
+                upload.abort()
+            self._streams.clear()
+        self._uploaders.shutdown(wait=True, cancel_futures=True)
+        self._store.close()

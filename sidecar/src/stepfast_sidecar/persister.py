@@ -1,0 +1,154 @@
+"""The process that persists one job: commands in on standard input, answers out on standard output, a line each.
+
+One process a job, so that a bad tenant, a slow store or a crash stays in its room. It dies with its supervisor, at
+once: a new agent may hand out the very slots that it reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from stepfast.errors import StepfastError
+from stepfast.histories import SaveRow
+from stepfast.storage import open_store
+from stepfast_sidecar.persist import JobPersister, SlotRef
+
+NICENESS = 10  # training comes first
+_PR_SET_PDEATHSIG = 1
+
+
+class Server:
+    """Runs commands in the pools they belong to, and writes one answer for each."""
+
+    def __init__(self, open_persister: Callable[[], JobPersister]) -> None:
+        self._open_persister = open_persister
+        self._opened: JobPersister | None = None
+        self._opening = threading.Lock()
+        self._write_lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._pools = {
+            # One step at a time: the newest wins when the one before it is done.
+            "persist": ThreadPoolExecutor(1, thread_name_prefix="stepfast-persist"),
+            "window": ThreadPoolExecutor(8, thread_name_prefix="stepfast-window"),
+            "commit": ThreadPoolExecutor(4, thread_name_prefix="stepfast-commit"),
+            "fetch": ThreadPoolExecutor(4, thread_name_prefix="stepfast-fetch"),
+            "keep": ThreadPoolExecutor(1, thread_name_prefix="stepfast-retain"),
+        }
+
+    @property
+    def _persister(self) -> JobPersister:
+        """Opened when first needed: a storage that cannot be opened fails the command, saying why, not the process."""
+        with self._opening:
+            if self._opened is None:
+                self._opened = self._open_persister()
+            return self._opened
+
+    def submit(self, command: Mapping[str, Any]) -> None:
+        """Takes a command; its answer carries the same id."""
+        kind = command["command"]
+        actions: dict[str, tuple[str, Callable[..., Any]]] = {
+            "persist": ("persist", self._persist),
+            "window": ("window", self._window),
+            "commit": ("commit", self._commit),
+            "steps": ("fetch", lambda: {"steps": self._persister.steps()}),
+            "fetch": ("fetch", lambda path: self._persister.fetch(path)),  # noqa: PLW0108  # opens the storage there
+            "retain": ("keep", lambda **values: {"removed": self._persister.retain(**values)}),
+            "history": ("keep", self._history),
+        }
+        pool, action = actions[kind]
+        self._pools[pool].submit(self._run, command["id"], action, command["values"])
+
+    def _run(self, request: int, action: Callable[..., Any], values: Mapping[str, Any]) -> None:
+        try:
+            answer = {"id": request, "ok": True, "values": action(**values)}
+        except StepfastError as error:
+            answer = {"id": request, "ok": False, "kind": type(error).__name__, "reason": str(error)}
+        except Exception as error:  # noqa: BLE001  # a command's outermost frame: the answer must go out
+            traceback.print_exc()
+            answer = {
+                "id": request,
+                "ok": False,
+                "kind": "AgentError",
+                "reason": f"{type(error).__name__}: {error}",
+            }
+        with self._write_lock:
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+
+    def _persist(self, *, slots: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
+        part = self._persister.persist(slots=[SlotRef(**slot) for slot in slots], **values)
+        return {"size": part.size_bytes, "time": part.persisted_time}
+
+    def _window(self, *, slot: dict[str, Any], **values: Any) -> dict[str, Any]:
+        return {"done": self._persister.persist_window(slot=SlotRef(**slot), **values)}
+
+    def _commit(self, *, step: int, run: str, leads: bool) -> dict[str, Any]:
+        manifest = self._persister.commit(step=step, run=run, leads=leads, is_stopped=self._stopped.is_set)
+        if manifest is None:
+            return {"committed": False}
+        return {
+            "committed": True,
+            "time": manifest.committed_time,
+            "size": manifest.size_bytes,
+            "run": manifest.run,
+        }
+
+    def _history(self, *, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        self._persister.note_saves([SaveRow(**row) for row in rows])
+        return {}
+
+    def close(self) -> None:
+        """Ends what runs."""
+        self._stopped.set()
+        for pool in self._pools.values():
+            pool.shutdown(wait=True, cancel_futures=True)
+        if self._opened is not None:
+            self._opened.close()
+
+
+def _die_with_parent(parent: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before we asked; the agent itself may be process 1, in a container
+        sys.exit(1)
+
+
+def main() -> None:
+    """Serves until standard input ends."""
+    parser = argparse.ArgumentParser(description="persists one job; started by the agent")
+    parser.add_argument("--storage-uri", required=True)
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--spool-folder")
+    parser.add_argument("--supervisor", type=int, required=True, help="its process id; we die with it")
+    parser.add_argument("--storage-deadline", type=float, default=30.0)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor ends us, after the flush
+    _die_with_parent(arguments.supervisor)
+    os.nice(NICENESS)
+
+    def open_persister() -> JobPersister:
+        store = open_store(arguments.storage_uri, deadline_seconds=arguments.storage_deadline)
+        return JobPersister(store, arguments.folder, spool_folder=arguments.spool_folder)
+
+    server = Server(open_persister)
+    try:
+        for line in sys.stdin:
+            server.submit(json.loads(line))
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    main()

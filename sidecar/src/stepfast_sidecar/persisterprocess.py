@@ -1,0 +1,136 @@
+"""The supervisor's end of a job's persister: a child process that is started when needed and again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stepfast.errors import AgentError
+
+log = logging.getLogger(__name__)
+
+_LINE_LIMIT = 64 * 1024 * 1024
+_RESTART_SECONDS = (0.05, 0.2, 1.0, 5.0)
+
+
+class PersisterLost(AgentError):
+    """The persister died before it answered."""
+
+
+class RequestFailed(AgentError):
+    """The persister answered with an error. `kind` names a class of `stepfast.errors` (or SlotDamaged)."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        self.kind = kind
+        self.reason = reason
+        super().__init__(reason)
+
+
+class PersisterProcess:
+    """Requests to one job's persister. `on_lost` is called each time that the process dies unasked."""
+
+    def __init__(self, arguments: Sequence[str], *, on_lost: Callable[[], None]) -> None:
+        self._arguments = arguments
+        self._on_lost = on_lost
+        self._ids = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+        self._reader: asyncio.Task[None] | None = None
+        self._deaths = 0
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id while it lives."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    async def request(self, command: str, **values: Any) -> Mapping[str, Any]:
+        """Sends a command, returns its answer's values. Raises PersisterLost, RequestFailed."""
+        try:
+            process = await self._start()
+        except (OSError, ValueError) as error:  # no memory or descriptors for a process, or no such arguments
+            raise RequestFailed("StorageUnavailable", f"the persister does not start: {error}") from error
+        request = next(self._ids)
+        future: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        self._pending[request] = future
+        if process.stdin is None:
+            raise PersisterLost("the persister has no input")
+        process.stdin.write(json.dumps({"id": request, "command": command, "values": values}).encode() + b"\n")
+        try:
+            answer = await future
+        finally:
+            self._pending.pop(request, None)
+        if not answer["ok"]:
+            raise RequestFailed(answer["kind"], answer["reason"])
+        result: Mapping[str, Any] = answer["values"] or {}
+        return result
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self._closed:
+                raise PersisterLost("the agent ends")
+            if self._process is None:
+                if self._deaths:
+                    await asyncio.sleep(_RESTART_SECONDS[min(self._deaths, len(_RESTART_SECONDS)) - 1])
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-m", "stepfast_sidecar.persister"),
+                    *self._arguments,
+                    *("--supervisor", str(os.getpid())),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    limit=_LINE_LIMIT,
+                    start_new_session=True,  # a signal to the agent's group is the agent's to handle, in order
+                )
+                self._reader = asyncio.create_task(self._read(self._process), name="persister-reader")
+            return self._process
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        stream = process.stdout
+        while stream is not None and (line := await stream.readline()):
+            answer = json.loads(line)
+            self._deaths = 0
+            future = self._pending.get(answer["id"])
+            if future is not None and not future.done():
+                future.set_result(answer)
+        status = await process.wait()
+        self._process = None
+        if self._closed:
+            return
+        self._deaths += 1
+        log.error("the persister (pid %s) died with status %s; it is started again", process.pid, status)
+        lost = [future for future in self._pending.values() if not future.done()]
+        # First the state, then those who wait: they ask again, and must find what was lost as staged.
+        self._on_lost()
+        for future in lost:
+            future.set_exception(PersisterLost(f"the persister died with status {status}"))
+
+    async def close(self, timeout_seconds: float = 10.0) -> None:
+        """Ends the process in order, after that by force."""
+        self._closed = True
+        process = self._process
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), timeout_seconds)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        if self._reader is not None:
+            await self._reader
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(PersisterLost("the agent ends"))

@@ -1,0 +1,547 @@
+"""Everything the agent knows of one job: its runs, its slots, its persister. Carries out what `flow` decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, assert_never
+
+from stepfast.errors import ProtocolError
+from stepfast.histories import MAX_ROWS, SaveRow
+from stepfast.layout import job_folder, parse_data_path
+from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
+from stepfast.protocol import Committed, Dropped, Hello, Message, PersistFailed
+from stepfast.slot import SlotState
+from stepfast.step import JobKey, attempt_of
+from stepfast_sidecar.config import Config
+from stepfast_sidecar.flow import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow, RunFlow
+from stepfast_sidecar.intake import Peer
+from stepfast_sidecar.memory import MemoryTier, SlotFile
+from stepfast_sidecar.metrics import Metrics
+from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
+from stepfast_sidecar.slots import RankSlots, misfit
+
+log = logging.getLogger(__name__)
+
+_RUNS_REMEMBERED = 8
+_RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+@dataclass(slots=True)
+class Session:
+    """One rank's connection, or what remains of it."""
+
+    hello: Hello
+    peer: Peer
+    joined_time: float
+    alive: bool = True
+    clean: bool = False
+    ended_time: float | None = None
+    global_step: int | None = None
+    step_time: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    restored_step: int | None = None
+    restored_time: float | None = None
+    restored_tier: str | None = None
+    restore_seconds: float | None = None
+    stream_broken: bool = True  # until it begins a file: an agent that was started meanwhile has none of its windows
+
+    def status(self) -> RankStatus:
+        return RankStatus(
+            rank=self.hello.rank, pid=self.hello.pid, alive=self.alive, clean=self.clean, joined_time=self.joined_time,
+            global_step=self.global_step, step_time=self.step_time, ended_time=self.ended_time,
+            restored_step=self.restored_step, restored_time=self.restored_time, restored_tier=self.restored_tier,
+            restore_seconds=self.restore_seconds, metrics=dict(self.metrics) or None,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of the job on this node."""
+
+    flow: RunFlow
+    world_size: int
+    replicated: str = ""  # digest of the replicated state's layout; equal on all ranks
+    resume_step: int = 0
+    max_to_keep: int = 0
+    sessions: dict[int, Session] = field(default_factory=dict)
+    stalls: dict[int, float] = field(default_factory=dict)  # by step, of rank 0 or the node's first rank
+    saved: dict[int, tuple[float, int]] = field(default_factory=dict)  # by step: time, this node's bytes
+    save_count: int = 0
+    stall_total: float = 0.0
+    stall_last: float = 0.0
+    stall_max: float = 0.0
+    skipped: int = 0
+    dropped: int = 0
+    persisted_step: int | None = None
+    persisted_time: float | None = None
+    persisted_bytes: int | None = None
+    persist_failure: str | None = None
+    commit_failures: dict[int, str] = field(default_factory=dict)  # by step
+    failures: int = 0
+    final_step: int | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node's agent writes the manifest first: it has rank 0."""
+        return 0 in self.sessions or any(holding.rank == 0 for holding in self.flow.holdings.values())
+
+    @property
+    def persist_error(self) -> str | None:
+        """Why persisting or committing fails at present."""
+        if self.persist_failure is None and self.commit_failures:
+            return self.commit_failures[max(self.commit_failures)]
+        return self.persist_failure
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.sessions) and not any(session.alive for session in self.sessions.values())
+
+
+class Room:
+    """One job on this node."""
+
+    def __init__(
+        self,
+        job: JobKey,
+        storage_uri: str,
+        *,
+        config: Config,
+        memory: MemoryTier,
+        metrics: Metrics,
+        changed: Any,
+    ) -> None:
+        self.job = job
+        self.storage_uri = storage_uri
+        self.runs: dict[str, Run] = {}
+        self.slots: dict[int, RankSlots] = {}
+        self._config, self._memory, self._metrics = config, memory, metrics
+        self._changed = changed  # called with True when the change must be published at once
+        self._tasks: set[asyncio.Task[None]] = set()
+        arguments = [f"--storage-uri={storage_uri}", "--folder", job_folder(job)]
+        arguments += ["--storage-deadline", str(config.storage_deadline_seconds)]
+        if config.spool_folder is not None:
+            arguments += ["--spool-folder", str(config.spool_folder)]
+        self.persister = PersisterProcess(arguments, on_lost=self._persister_lost)
+        self.freed = asyncio.Condition()
+        self._rows: list[dict[str, Any]] = []  # of checkpointHistories.csv, not yet written
+        self._writing_rows = False
+
+    # ------------------------------------------------------------ runs and ranks
+
+    def session_of(self, hello: Hello) -> Session | None:
+        """The rank as it was known before this hello. Raises ProtocolError when the run is of another size."""
+        run = self.runs.get(hello.run)
+        if run is not None and run.world_size != hello.world_size:
+            raise ProtocolError(f"{hello.run} has {run.world_size} ranks, not {hello.world_size}")
+        return run.sessions.get(hello.rank) if run is not None else None
+
+    def run_of(self, hello: Hello) -> Run:
+        """The run that a rank says hello from, new or known."""
+        run = self.runs.get(hello.run)
+        if run is None:
+            run = self.runs[hello.run] = Run(
+                flow=RunFlow(hello.run, hello.local_world_size), world_size=hello.world_size
+            )
+        run.resume_step, run.max_to_keep = hello.resume_step, hello.max_to_keep
+        run.flow.local_world_size = hello.local_world_size
+        # A step is whole when all ranks of the node staged it: what a restarted agent cannot see in the slots.
+        sizes = {name: known.flow.local_world_size for name, known in list(self.runs.items())[-_RUNS_REMEMBERED:]}
+        self._memory.remember(self.job, {"storageUri": self.storage_uri, "localWorldSizes": sizes})
+        return run
+
+    def adopt(self, slots: Mapping[int, list[SlotFile]], local_world_sizes: Mapping[str, object]) -> None:
+        """Takes over what an earlier agent left: what was staged is persisted, what was persisted may be restored."""
+        for rank, files in slots.items():
+            mine = self.slots.setdefault(rank, RankSlots(self.job, rank, self._memory))
+            for file in files:
+                page = file.read_control()
+                mine.add(file)
+                record = page.record
+                if record is None or page.state not in (SlotState.STAGED, SlotState.PERSISTED) or record.rank != rank:
+                    continue
+                if record.window_bytes < record.file_bytes or misfit(record, file.capacity_bytes) is not None:
+                    continue
+                run = self.runs.setdefault(record.run, Run(flow=RunFlow(record.run, 0), world_size=record.world_size))
+                run.saved[record.step] = (record.saved_time, 0)
+                held = Held.PERSISTED if page.state is SlotState.PERSISTED else Held.STAGED
+                holding = Holding(rank=rank, slot=file.index, held=held, seq=record.seq, record=record, due=record.due)
+                run.flow.adopt(holding, parted=held is Held.PERSISTED)
+        for name, run in self.runs.items():
+            # How many ranks this node had, until they say so themselves.
+            size = local_world_sizes.get(name)
+            staged = len({holding.rank for holding in run.flow.holdings.values()})
+            run.flow.local_world_size = size if isinstance(size, int) and size > 0 else staged
+            for step in run.flow.uncommitted_parts():
+                self._spawn(self._commit(run, step), f"commit {step}")
+
+    def flush(self, run: Run) -> None:
+        """Everything that the run holds goes to the storage."""
+        self.carry_out(run, run.flow.flush())
+
+    def rank_ended(self, run: Run, session: Session) -> None:
+        """A rank's connection is over. Without goodbye its process died: what it staged is flushed."""
+        session.alive = False
+        session.ended_time = time.time()
+        if not session.clean:
+            log.warning("rank %s of %s died (pid %s)", session.hello.rank, session.hello.run, session.hello.pid)
+            self.flush(run)
+        elif run.is_over:
+            self.flush(run)
+        self._changed(True)
+
+    # ------------------------------------------------------------ effects
+
+    def carry_out(self, run: Run, effects: list[Effect]) -> None:
+        """Does what the flow decided."""
+        for effect in effects:
+            match effect:
+                case Persist():
+                    self._spawn(self._persist(run, effect), f"persist {effect.step}")
+                case PersistWindow():
+                    self._spawn(self._persist_window(run, effect.holding), "persist window")
+                case Freed():
+                    self.wake()
+                case DropStep():
+                    self._dropped(run, effect)
+                case _:
+                    assert_never(effect)
+        self._changed(False)
+
+    async def _persist(self, run: Run, effect: Persist) -> None:
+        records = [holding.record for holding in effect.holdings if holding.record is not None]
+        if not records:
+            ranks = sorted(session.hello.rank for session in run.sessions.values())
+            node = min(session.hello.node for session in run.sessions.values())
+            replicated, saved_time = run.replicated, run.saved.get(effect.step, (time.time(), 0))[0]
+        else:
+            ranks = sorted({record.rank for record in records} | set(run.sessions))
+            node, replicated = min(record.node for record in records), records[0].replicated
+            saved_time = max(record.saved_time for record in records)
+        begin = time.monotonic()
+        try:
+            answer = await self.persister.request(
+                "persist",
+                step=effect.step,
+                run=run.flow.run,
+                node=node,
+                world_size=run.world_size,
+                replicated=replicated,
+                saved_time=saved_time,
+                ranks=ranks,
+                slots=[self._slot_ref(holding) for holding in effect.holdings],
+            )
+        except PersisterLost:
+            return  # the flow heard of it already, and a retry is under way
+        except RequestFailed as error:
+            self._failed(run, effect.step, error)
+            return
+        self._metrics.persisted(answer["size"], time.monotonic() - begin)
+        run.saved[effect.step] = (saved_time, answer["size"])
+        for holding in effect.holdings:
+            self._note_verdict(holding, SlotState.PERSISTED)
+        run.failures, run.persist_failure = 0, None
+        self.carry_out(run, run.flow.persisted(effect.step))
+        await self._commit(run, effect.step)
+
+    async def _persist_window(self, run: Run, holding: Holding) -> None:
+        record = holding.record
+        if record is None:
+            return
+        while True:
+            try:
+                answer = await self.persister.request(
+                    "window",
+                    step=record.step,
+                    run=record.run,
+                    world_size=record.world_size,
+                    slot=self._slot_ref(holding),
+                )
+                break
+            except PersisterLost:
+                return
+            except RequestFailed as error:
+                run.failures += 1
+                run.persist_failure = f"step {record.step} is not persisted: {self._why(error)}"
+                self._metrics.failed(error.kind)
+                if error.kind == "SlotDamaged":
+                    self.carry_out(run, run.flow.give_up(record.step))
+                    return
+                self._changed(False)
+                await asyncio.sleep(self._retry_seconds(run.failures))
+        run.failures, run.persist_failure = 0, None
+        run.saved[record.step] = (record.saved_time, 0)
+        self.carry_out(run, run.flow.window_persisted(holding.rank, holding.slot, file_done=answer["done"]))
+
+    async def _commit(self, run: Run, step: int) -> None:
+        """Until the step's manifest is there; failures of the storage are retried for as long as the agent lives."""
+        failures = 0
+        while True:
+            try:
+                answer = await self.persister.request("commit", step=step, run=run.flow.run, leads=run.leads)
+                break
+            except (PersisterLost, RequestFailed) as error:
+                if self.persister.is_closed:
+                    return
+                failures += 1
+                self._commit_failed(run, step, error)
+                await asyncio.sleep(self._retry_seconds(failures))
+        run.commit_failures.pop(step, None)
+        if not answer["committed"]:
+            return
+        run.flow.committed(step)
+        if run.persisted_step is None or step >= run.persisted_step:
+            run.persisted_step, run.persisted_time = step, answer["time"]
+            run.persisted_bytes = answer["size"]
+        self._metrics.committed()
+        self._push(run, Committed(step=step, committed_time=answer["time"]))
+        self._changed(True)
+        if run.leads:
+            await self._keep(run, step, answer)
+
+    async def _keep(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
+        """The history and retention, after a commit; neither can harm what is committed."""
+        saved_time = run.saved.get(step, (answer["time"], 0))[0]
+        self._note(self._row(run, step, "Committed", answer["time"] - saved_time, answer["size"]))
+        try:
+            newest = max(self.runs, key=attempt_of) == run.flow.run
+            if newest:
+                protected = [run.resume_step] if run.resume_step else []
+                await self.persister.request(
+                    "retain", run=run.flow.run, max_to_keep=run.max_to_keep, protected=protected
+                )
+        except (PersisterLost, RequestFailed) as error:
+            log.warning("%s: after the commit of step %s: %s", self.job, step, error)
+
+    def _row(self, run: Run, step: int, outcome: str, duration: float | None, size: int) -> dict[str, Any]:
+        row = SaveRow(
+            global_step=step, run=run.flow.run, outcome=outcome, saved_time=run.saved.get(step, (time.time(), 0))[0],
+            stall_seconds=run.stalls.pop(step, 0.0), duration_seconds=duration, size_bytes=size,
+            world_size=run.world_size,
+        )  # fmt: skip
+        return {name: getattr(row, name) for name in SaveRow.__dataclass_fields__}
+
+    def _why(self, error: PersisterLost | RequestFailed) -> str:
+        """The failure's cause and the storage that it is of; paths in it are relative to that."""
+        return f"{self.storage_uri}: {error}" if isinstance(error, RequestFailed) else str(error)
+
+    def _commit_failed(self, run: Run, step: int, error: PersisterLost | RequestFailed) -> None:
+        reason = self._why(error)
+        if step not in run.commit_failures:
+            log.error("%s: step %s was not committed: %s", self.job, step, reason)
+        run.commit_failures[step] = f"step {step} is persisted but not committed: {reason}"
+        self._metrics.failed(error.kind if isinstance(error, RequestFailed) else "PersisterLost")
+        self._push(run, PersistFailed(step=step, reason=reason))
+        self._changed(False)
+
+    def _failed(self, run: Run, step: int, error: RequestFailed) -> None:
+        reason = self._why(error)
+        run.persist_failure = f"step {step} is not persisted: {reason}"
+        run.failures += 1
+        self._metrics.failed(error.kind)
+        log.error("%s: step %s was not persisted: %s", self.job, step, reason)
+        self._push(run, PersistFailed(step=step, reason=reason))
+        if error.kind == "SlotDamaged":
+            self.carry_out(run, run.flow.give_up(step))
+            return
+        self.carry_out(run, run.flow.persist_failed(step))
+        self._spawn(self._retry(run), "retry")
+
+    async def _retry(self, run: Run) -> None:
+        await asyncio.sleep(self._retry_seconds(run.failures))
+        self.carry_out(run, run.flow.retry())
+
+    def _persister_lost(self) -> None:
+        for run in self.runs.values():
+            run.failures += 1
+            run.persist_failure = "the persister died; it is started again"
+            self._metrics.failed("PersisterLost")
+            for session in run.sessions.values():
+                session.stream_broken = True
+            self.carry_out(run, run.flow.persister_lost())
+            self._spawn(self._retry(run), "retry")
+
+    def _note_verdict(self, holding: Holding, verdict: SlotState) -> None:
+        if holding.slot in self.slots[holding.rank].indexes:
+            self.slots[holding.rank].note(holding.slot, holding.seq, verdict)
+
+    def give_up_incomplete(self, run: Run) -> None:
+        """Steps of a dead run that some rank of this node never staged whole, and never will."""
+        if any(session.alive for session in run.sessions.values()):
+            return
+        for step in run.flow.incomplete_steps():
+            log.warning("step %s of %s is given up: a rank of this node died before it staged it", step, run.flow.run)
+            self.carry_out(run, run.flow.give_up(step))
+
+    def _dropped(self, run: Run, effect: DropStep) -> None:
+        step = effect.step
+        for holding in effect.holdings:
+            self._note_verdict(holding, SlotState.DROPPED)
+        run.dropped += 1
+        self._metrics.dropped()
+        self._push(run, Dropped(step=step))
+        if run.leads:
+            self._note(self._row(run, step, "Dropped", None, run.saved.get(step, (0.0, 0))[1]))
+
+    def _note(self, row: dict[str, Any]) -> None:
+        self._rows = [*self._rows, row][-MAX_ROWS:]
+        if not self._writing_rows:
+            self._writing_rows = True
+            self._spawn(self._write_rows(), "history")
+
+    async def _write_rows(self) -> None:
+        """Until no row is left: one request at a time, with all that came meanwhile, while the agent lives."""
+        failures = 0
+        try:
+            while self._rows and not self.persister.is_closed:
+                rows, self._rows = self._rows, []
+                try:
+                    await self.persister.request("history", rows=rows)
+                    failures = 0
+                except (PersisterLost, RequestFailed) as error:
+                    self._rows = [*rows, *self._rows][-MAX_ROWS:]
+                    failures += 1
+                    log.warning("%s: checkpointHistories.csv: %s", self.job, error)
+                    await asyncio.sleep(self._retry_seconds(failures))
+        finally:
+            self._writing_rows = False
+
+    def wake(self) -> None:
+        """Lets waiting reservations look again."""
+        self._spawn(self._wake(), "wake")
+
+    async def _wake(self) -> None:
+        async with self.freed:
+            self.freed.notify_all()
+
+    def _push(self, run: Run, message: Message) -> None:
+        for session in run.sessions.values():
+            if session.alive:
+                session.peer.send(message)
+
+    def _slot_ref(self, holding: Holding) -> dict[str, Any]:
+        record = holding.record
+        if record is None:
+            raise ValueError("a slot without a record cannot be persisted")
+        return {
+            "path": str(self.slots[holding.rank].file(holding.slot).path), "seq": holding.seq, "rank": holding.rank,
+            "name": record.name, "file_bytes": record.file_bytes, "window_begin": record.window_begin,
+            "window_bytes": record.window_bytes,
+        }  # fmt: skip
+
+    # ------------------------------------------------------------ reading
+
+    def held_file(self, path: str) -> SlotFile | None:
+        """The slot that holds exactly that persisted file, if one still does."""
+        wanted = parse_data_path(path)
+        if wanted is None:
+            return None
+        for run in self.runs.values():
+            for holding in run.flow.slots_of(wanted.rank):
+                record = holding.record
+                if record is None or holding.step != wanted.step or record.window_bytes != record.file_bytes:
+                    continue
+                if (record.run, record.name, record.world_size) == (
+                    wanted.run,
+                    wanted.name,
+                    wanted.world_size,
+                ):
+                    return self.slots[wanted.rank].file(holding.slot)
+        return None
+
+    def status(self) -> list[JobStatus]:
+        """The newest runs, for the node's status."""
+        newest = sorted(self.runs, key=attempt_of)[-2:]
+        return [self._run_status(run, self.runs[run]) for run in newest]
+
+    def _run_status(self, name: str, run: Run) -> JobStatus:
+        return JobStatus(
+            job=self.job,
+            run=name,
+            world_size=run.world_size,
+            ranks=tuple(session.status() for _, session in sorted(run.sessions.items())),
+            saves=SaveStatus(
+                count=run.save_count, stall_seconds_total=run.stall_total, stall_seconds_last=run.stall_last,
+                stall_seconds_max=run.stall_max, skipped=run.skipped, dropped=run.dropped,
+            ),
+            latest_memory_step=run.flow.memory_step(),
+            latest_persisted_step=run.persisted_step,
+            latest_persisted_time=run.persisted_time,
+            latest_persisted_bytes=run.persisted_bytes,
+            pending_bytes=run.flow.pending_bytes(),
+            pending_steps=tuple(run.flow.pending_steps()),
+            persist_error=run.persist_error,
+            final_step=run.final_step,
+        )  # fmt: skip
+
+    def memory_bytes(self) -> int:
+        """What the job's slots take of the memory tier."""
+        return sum(slots.file(index).size_bytes for slots in self.slots.values() for index in slots.indexes)
+
+    @property
+    def is_living(self) -> bool:
+        """Whether some rank of the job is connected."""
+        return any(session.alive for run in self.runs.values() for session in run.sessions.values())
+
+    def release_idle(self, wanted_bytes: int) -> int:
+        """Frees slots of ranks that are gone, when nothing in them is still to be persisted; returns the bytes."""
+        alive = {rank for run in self.runs.values() for rank, session in run.sessions.items() if session.alive}
+        idle = (Held.FREE, Held.RESERVED, Held.PERSISTED)
+        return self._release([rank for rank in self.slots if rank not in alive], idle, wanted_bytes)
+
+    def release_excess(self, wanted_bytes: int, share_of: Callable[[Hello], int]) -> int:
+        """Frees slots beyond the shares of living ranks, when nothing in them is needed; returns the bytes."""
+        freed = 0
+        for session in [session for run in self.runs.values() for session in run.sessions.values() if session.alive]:
+            slots = self.slots.get(session.hello.rank)
+            excess = slots.size_bytes - share_of(session.hello) if slots is not None else 0
+            if excess > 0 and freed < wanted_bytes:
+                wanted = min(excess, wanted_bytes - freed)
+                freed += self._release([session.hello.rank], (Held.FREE, Held.PERSISTED), wanted)
+        return freed
+
+    def _release(self, ranks: Iterable[int], states: Collection[Held], wanted_bytes: int) -> int:
+        freed = 0
+        for rank in ranks:
+            for index in self.slots[rank].indexes:
+                holders = [run for run in self.runs.values() if (rank, index) in run.flow.holdings]
+                if freed >= wanted_bytes or any(r.flow.holdings[(rank, index)].held not in states for r in holders):
+                    continue
+                freed += self.slots[rank].file(index).size_bytes
+                for run in holders:
+                    run.flow.remove_slot(rank, index)
+                self.slots[rank].release(index)
+        return freed
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to persist, to commit or to note."""
+        return (
+            not self._rows
+            and not self._writing_rows
+            and not any(run.flow.pending_steps() for run in self.runs.values())
+        )
+
+    async def close(self) -> None:
+        """Ends the persister and everything under way."""
+        await self.persister.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=f"{self.job} {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+
+    def _retry_seconds(self, failures: int) -> float:
+        pause = _RETRY_SECONDS[min(failures, len(_RETRY_SECONDS)) - 1]
+        return min(pause, self._config.retry_limit_seconds)

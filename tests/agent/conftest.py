@@ -1,0 +1,291 @@
+"""Fixtures for tests of the agent: real agent processes, ranks without torch, and what they leave behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+from stepfast.errors import AgentUnavailable
+from stepfast.nodeclient import NodeClient
+from stepfast.nodestatus import JobStatus, NodeStatus
+from stepfast.protocol import Hello
+from stepfast.step import JobKey
+from stepfast.storage import open_store
+from stepfast.storage.base import Store
+
+_RANKPEER = Path(__file__).with_name("rankpeer.py")
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+_rankpeer: Any = _load(_RANKPEER)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Any:
+    """The module `rankpeer`: RankPeer, RankFile, hello, eventually."""
+    return _rankpeer
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., None]:
+    """Waits for a condition, with a deadline."""
+    return _rankpeer.eventually
+
+
+@dataclass(kw_only=True)
+class AgentProcess:
+    """One real agent, its folders, and the storage of the jobs that a test gives it."""
+
+    folder: Path
+    memory_dir: Path
+    storage: Path
+    memory_limit: int
+    options: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+    peers: list[Any] = field(default_factory=list)
+
+    @property
+    def socket(self) -> str:
+        return str(self.folder / "a.sock")
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "agent.log").read_text(errors="replace")
+
+    @property
+    def storage_uri(self) -> str:
+        return self.storage.as_uri()
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> AgentProcess:
+        """Starts it (again), and waits until it answers."""
+        command = [
+            sys.executable,
+            "-m",
+            "stepfast_sidecar",
+            "--socket",
+            self.socket,
+            "--memory-dir",
+            str(self.memory_dir),
+        ]
+        command += ["--memory-limit", str(self.memory_limit), "--node", "node-a", *self.options]
+        with (self.folder / "agent.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        _rankpeer.eventually(self._answers, "the agent answers")
+        return self
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log
+        try:
+            NodeClient(self.socket).status()
+        except AgentUnavailable:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL; its persisters die with it."""
+        persisters = [psutil.Process(pid) for pid in self.persisters().values()]
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        for persister in persisters:
+            _rankpeer.eventually(lambda p=persister: not p.is_running(), "a persister dies with its agent")
+
+    def terminate(self, seconds: float = 30.0) -> int:
+        """SIGTERM; returns the exit status."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+    def persisters(self) -> dict[str, int]:
+        """The process ids of the jobs' persisters, by the job's folder."""
+        found = {}
+        for child in psutil.Process(self.pid).children():
+            words = child.cmdline()
+            if "stepfast_sidecar.persister" in words:
+                found[words[words.index("--folder") + 1]] = child.pid
+        return found
+
+    def status(self) -> NodeStatus:
+        return NodeClient(self.socket).status()
+
+    def job(self, run: str = _rankpeer.RUN, job: str = _rankpeer.JOB) -> JobStatus:
+        found = self.status().job(JobKey.parse(job), run)
+        assert found is not None
+        return found
+
+    def hello(self, **values: object) -> Hello:
+        return _rankpeer.hello(self.storage_uri, **values)
+
+    def join(self, **values: object) -> Any:
+        """A rank that has greeted the agent, in this process."""
+        peer = _rankpeer.RankPeer(self.socket, self.hello(**values))
+        self.peers.append(peer)
+        return peer
+
+    def gang(self, world_size: int, **values: object) -> list[Any]:
+        """All ranks of a run, on this node."""
+        return [
+            self.join(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size, **values)
+            for rank in range(world_size)
+        ]
+
+    def store(self) -> Store:
+        return open_store(self.storage_uri, deadline_seconds=5)
+
+    def slot_files(self) -> list[Path]:
+        return sorted(self.memory_dir.glob("*/*/[0-9]*/*slot-*"))
+
+    def used_bytes(self) -> int:
+        """What the memory folder takes, as the file system counts it."""
+        total = 0
+        for path in self.slot_files():
+            try:
+                total += path.stat().st_blocks * 512
+            except FileNotFoundError:
+                continue
+        return total
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def stop(self) -> None:
+        """Ends what this agent started and what was connected, whatever became of it."""
+        for peer in self.peers:
+            peer.die()
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.memory_dir, ignore_errors=True)
+
+    def check_log(self) -> None:
+        """An agent that survives by the loop's own handler has not handled it."""
+        for sign in ("Traceback", "never retrieved", "Unhandled"):
+            assert sign not in self.log, self.log
+
+
+def _new_agent(storage: Path, memory_limit: int, options: tuple[str, ...]) -> AgentProcess:
+    return AgentProcess(
+        folder=Path(tempfile.mkdtemp(prefix="sf-", dir="/tmp")),
+        memory_dir=Path(tempfile.mkdtemp(prefix="stepfast-test-", dir="/dev/shm")),
+        storage=storage,
+        memory_limit=memory_limit,
+        options=options,
+    )
+
+
+@pytest.fixture
+def new_agent(tmp_path: Path) -> Iterator[Callable[..., AgentProcess]]:
+    """Starts agents on one storage; at the test's end they are ended, and their logs hold no traceback."""
+    agents: list[AgentProcess] = []
+
+    def start(*options: str, memory_limit: int = 1 << 30) -> AgentProcess:
+        agents.append(_new_agent(tmp_path / "storage", memory_limit, ("--adopt-timeout", "0.5", *options)))
+        return agents[-1].start()
+
+    logs = []
+    try:
+        yield start
+        logs = list(agents)
+        for agent in logs:
+            agent.check_log()
+    finally:
+        for agent in agents:
+            agent.stop()
+
+
+@pytest.fixture
+def agent(new_agent: Callable[..., AgentProcess]) -> AgentProcess:
+    """One agent, with a gigabyte at most."""
+    return new_agent()
+
+
+@pytest.fixture(scope="module")
+def shared_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentProcess]:
+    """One agent for all tests of a file."""
+    agent = _new_agent(tmp_path_factory.mktemp("shared") / "storage", 1 << 30, ())
+    try:
+        yield agent.start()
+        agent.check_log()
+    finally:
+        agent.stop()
+
+
+@dataclass(kw_only=True)
+class RankProcess:
+    """A rank in a process of its own, which has done its script and waits to be killed."""
+
+    process: subprocess.Popen[str]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start_rank() -> Iterator[Callable[..., RankProcess]]:
+    """Starts a rank process and waits until it has done what it was told."""
+    started: list[RankProcess] = []
+
+    def start(
+        agent: AgentProcess,
+        *,
+        steps: list[int],
+        half_written: int | None = None,
+        due: bool = True,
+        **values: object,
+    ) -> RankProcess:
+        script = _rankpeer.Script(
+            socket=agent.socket,
+            hello=asdict(agent.hello(**values)),
+            steps=steps,
+            half_written=half_written,
+            due=due,
+        )
+        process = subprocess.Popen(
+            [sys.executable, str(_RANKPEER), script.text()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(RankProcess(process=process))
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for rank in started:
+            rank.kill()
+            for stream in (rank.process.stdin, rank.process.stdout):
+                assert stream is not None
+                stream.close()

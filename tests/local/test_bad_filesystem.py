@@ -1,0 +1,288 @@
+"""Training over a file system that fails: full, read-only, forbidden, replaced, standing still."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+
+from stepfast.layout import CHUNK_BYTES
+from stepfast.step import OnBusy
+from stepfast.storage import open_store
+
+if TYPE_CHECKING:
+    from faults import Mounts
+
+INJECT = Path(__file__).with_name("inject")
+
+
+def test_full_file_system_stops_nothing_and_loses_nothing(
+    tmpfs: Mounts, start_node: Callable[..., Any], train: Callable[..., Any]
+) -> None:
+    place = tmpfs("size=5m")
+    training = train(start_node(place.as_uri()))
+    with closing(open_store(place.as_uri())) as store:
+        # It fills by itself: every step is kept.
+        training.live_through(lambda: None, lambda: tmpfs.remount(place, "size=64m"), "No space left on device", store)
+        training.check_history(store)
+
+
+def test_file_system_that_becomes_read_only_is_written_again_when_it_is_writable(
+    tmpfs: Mounts, start_node: Callable[..., Any], train: Callable[..., Any], bench: Any
+) -> None:
+    place = tmpfs("size=64m")
+    training = train(start_node(place.as_uri()))
+
+    def break_down() -> None:
+        bench.eventually(lambda: tmpfs.remount(place, "ro"), "nobody writes")
+
+    with closing(open_store(place.as_uri())) as store:
+        heal = lambda: tmpfs.remount(place, "rw")  # noqa: E731
+        training.live_through(break_down, heal, "Read-only file system", store)
+        training.check_history(store)
+
+
+def test_path_that_is_forbidden_is_named_and_used_once_it_is_allowed(
+    tmp_path: Path, start_node: Callable[..., Any], train: Callable[..., Any]
+) -> None:
+    root = tmp_path / "storage"
+    root.mkdir()
+    # Root may write anywhere, but for what it gives up.
+    without = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+    training = train(start_node(root.as_uri(), command=without))
+    folder = root / "local" / "bad-storage"
+    with closing(open_store(root.as_uri())) as store:
+        training.live_through(lambda: folder.chmod(0o555), lambda: folder.chmod(0o755), "Permission denied", store)
+        training.check_history(store)
+
+
+def test_file_in_the_place_of_the_storage_is_named(
+    tmp_path: Path, start_node: Callable[..., Any], train: Callable[..., Any]
+) -> None:
+    root, aside = tmp_path / "storage", tmp_path / "aside"
+    training = train(start_node(root.as_uri()))
+
+    def break_down() -> None:
+        root.rename(aside)
+        root.write_text("in the way")
+
+    def heal() -> None:
+        root.unlink()
+        aside.rename(root)
+
+    with closing(open_store(root.as_uri())) as store:
+        training.live_through(break_down, heal, "Not a directory|File exists", store)
+        training.check_history(store)
+
+
+def test_storage_that_stands_still_delays_commits_and_nothing_else(
+    tmp_path: Path, start_node: Callable[..., Any], train: Callable[..., Any], bench: Any
+) -> None:
+    root, gate = tmp_path / "storage", tmp_path / "gate"
+    python_path = os.pathsep.join([str(INJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"PYTHONPATH": python_path, "STEPFAST_HELD_WHILE": str(gate)}
+    node = start_node(root.as_uri(), environment=environment)
+    training = train(node)
+    training.save().wait(timeout_seconds=30)
+    gate.touch()
+    training.stalls.clear()
+    training.save_until(lambda: node.job().saves.dropped > 5, "older steps are given up for newer ones")
+    assert max(training.stalls) < bench.STALL_SECONDS
+    newest = training.save()
+    with closing(open_store(root.as_uri())) as store:
+        assert bench.verify(store) == [1]
+        gate.unlink()
+        newest.wait(timeout_seconds=30)
+        assert newest.step in bench.verify(store, at_least=[1])
+        training.check_history(store)
+
+
+def test_step_that_is_on_its_way_survives_the_commit_of_a_newer_one(
+    tmp_path: Path, start_node: Callable[..., Any], train: Callable[..., Any], bench: Any
+) -> None:
+    root = tmp_path / "storage"
+    node = start_node(root.as_uri())
+    training = train(node)
+    with closing(open_store(root.as_uri())) as store:
+        upload = store.upload(f"{bench.JOB}/global_step1/state-of-another-node", 1)
+        training.step = 1
+        training.save().wait(timeout_seconds=30)
+        training.save().wait(timeout_seconds=30)  # by now the retention after the first has begun
+        training.end()
+        node.terminate()  # and is over
+        upload.put(0, memoryview(b"1"))
+        upload.finish()
+        assert store.read(f"{bench.JOB}/global_step1/state-of-another-node") == b"1"
+
+
+def two_slots(bench: Any) -> int:
+    return int(2.5 * bench.STATE_BYTES)
+
+
+def test_save_waits_for_a_slot_and_goes_on_when_the_storage_heals(
+    tmpfs: Mounts, start_node: Callable[..., Any], train: Callable[..., Any], bench: Any
+) -> None:
+    place = tmpfs("size=64m")
+    node = start_node(place.as_uri(), memory_limit=two_slots(bench))
+    training = train(node, on_busy=OnBusy.WAIT)
+    training.save().wait(timeout_seconds=30)
+    bench.eventually(lambda: tmpfs.remount(place, "ro"), "nobody writes")
+    training.save()
+    training.save()
+    saving = threading.Thread(target=training.save, name="training")
+    saving.start()
+    try:
+        bench.eventually(lambda: node.log.count("was not persisted") >= 3, "it fails again and again")
+        assert saving.is_alive()
+        assert "Read-only file system" in node.error
+        assert node.job().saves.count == 3
+    finally:
+        tmpfs.remount(place, "rw")
+        saving.join(30)
+    assert not saving.is_alive()
+    training.checkpointer.close(timeout_seconds=30)
+    with closing(open_store(place.as_uri())) as store:
+        assert bench.verify(store) == [1, 2, 3, 4]
+        training.check_history(store)
+    assert node.job().saves.dropped == 0
+
+
+def test_state_larger_than_memory_goes_on_where_the_disk_was_full(
+    tmpfs: Mounts, start_node: Callable[..., Any], train: Callable[..., Any], bench: Any
+) -> None:
+    place = tmpfs("size=20m")
+    # It is saved in windows of one chunk; the third does not fit.
+    node = start_node(place.as_uri(), memory_limit=2 * CHUNK_BYTES + (1 << 20))
+    training = train(node, size_bytes=4 * CHUNK_BYTES + 4096)
+    saving = threading.Thread(target=training.save, name="training")
+    saving.start()
+    try:
+        bench.eventually(lambda: node.error, "the status says why")
+        assert "step 1 is not persisted" in node.error
+        assert place.as_uri() in node.error
+        assert "No space left on device" in node.error
+    finally:
+        tmpfs.remount(place, "size=128m")
+        saving.join(30)
+    assert not saving.is_alive()
+    training.checkpointer.close(timeout_seconds=30)
+    assert node.error is None
+    with closing(open_store(place.as_uri())) as store:
+        assert bench.verify(store) == [1]
+
+
+# A rank that does what it reads, and says what came of it.
+RANK = """
+import json, sys, torch
+from stepfast.torch import Checkpointer, every
+state = {"weights": torch.zeros(1 << 18)}
+checkpointer = Checkpointer(state=state, interval=every(steps=1_000_000))
+saves = {}
+for line in sys.stdin:
+    command, step = line.split()
+    said = None
+    if command == "save":
+        saves[step] = checkpointer.save(int(step))
+        said = [saves[step].saved, saves[step].stall_seconds]
+    elif command == "wait":
+        saves[step].wait(timeout_seconds=30)
+    else:
+        checkpointer.close(timeout_seconds=30)
+    print(json.dumps(said), flush=True)
+"""
+
+
+class Ranks:
+    """A gang of two processes that do each command together."""
+
+    def __init__(self, node: Any, bench: Any) -> None:
+        self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        settings = {"onBusy": "Skip", "persistIntervalSeconds": 0, "maxToKeep": 0, "node": 0}
+        common = {
+            **node.rank_environment(), "STEPFAST_SETTINGS": json.dumps(settings), "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._rendezvous.port),
+        }  # fmt: skip
+        self.processes: list[subprocess.Popen[str]] = []
+        for rank in range(2):
+            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", RANK], env=environment, text=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                )
+            )  # fmt: skip
+
+    def do(self, command: str, step: int = 0) -> list[Any]:
+        for process in self.processes:
+            assert process.stdin is not None
+            print(command, step, file=process.stdin, flush=True)
+        answers = []
+        for process in self.processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, f"a rank ended instead of doing {command} {step}"
+            answers.append(json.loads(line))
+        return answers
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.close()
+            process.stdout.close()
+
+
+@pytest.fixture
+def start_ranks(bench: Any) -> Iterator[Callable[[Any], Ranks]]:
+    """Starts a gang of two ranks on a node."""
+    started: list[Ranks] = []
+
+    def start(node: Any) -> Ranks:
+        started.append(Ranks(node, bench))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.end()
+
+
+def test_saves_without_a_free_slot_are_skipped_by_the_whole_gang_and_counted(
+    tmpfs: Mounts, start_node: Callable[..., Any], start_ranks: Callable[[Any], Ranks], bench: Any
+) -> None:
+    place = tmpfs("size=64m")
+    node = start_node(place.as_uri(), memory_limit=2 * two_slots(bench))
+    ranks = start_ranks(node)
+    assert [saved for saved, _ in ranks.do("save", 1)] == [True, True]
+    ranks.do("wait", 1)
+    bench.eventually(lambda: tmpfs.remount(place, "ro"), "nobody writes")
+    outcomes = {step: ranks.do("save", step) for step in range(2, 12)}
+    bench.eventually(lambda: node.error, "the status says why")
+    assert "Read-only file system" in node.error
+    saved = [step for step, (one, other) in outcomes.items() if one[0] or other[0]]
+    assert all(one[0] == other[0] for one, other in outcomes.values())
+    assert saved == [2, 3]
+    assert max(stall for answers in outcomes.values() for _, stall in answers) < bench.STALL_SECONDS
+    bench.eventually(lambda: node.job().saves.skipped == 8, "every skipped save is counted once")
+
+    tmpfs.remount(place, "rw")
+    ranks.do("wait", 3)
+    # Ranks decide upon what they knew when they last met: one more save may be skipped.
+    ranks.do("save", 12)
+    assert [done for done, _ in ranks.do("save", 13)] == [True, True]
+    ranks.do("close")
+    with closing(open_store(place.as_uri())) as store:
+        assert {1, 2, 3, 13} <= set(bench.verify(store))
+    bench.eventually(lambda: node.error is None, "the status forgets the failure")
+    assert node.job().saves.skipped <= 9

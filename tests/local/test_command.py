@@ -1,0 +1,182 @@
+"""`stepfast run`'s command line: options, manifest, script arguments, exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from stepfast_operator.local import command
+from stepfast_operator.local.session import Outcome, Surroundings, View, exit_code_of
+from stepfast_operator.local.view import panel
+from stepfast_operator.names import job_name_of
+from stepfast_operator.record import Cause, LastFailure, Recovery, State, Status
+from stepfast_operator.spec import Interval, ResumePolicy, TrainingJob
+
+
+class Run:
+    """Invokes `stepfast run` with a session that only takes the job down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.job: TrainingJob | None = None
+        self.status = Status(state=State.COMPLETE, terminal_state=State.COMPLETE, attempt=1)
+        self.folder = folder
+        monkeypatch.setattr(command, "run_session", self._session)
+        monkeypatch.chdir(folder)
+        self.app = typer.Typer()
+        self.app.callback()(lambda: None)
+        command.register(self.app)
+
+    async def _session(self, job: TrainingJob, surroundings: Surroundings, view: View) -> Outcome:
+        self.job = job
+        view.say("in session")
+        return Outcome(
+            uid="u",
+            status=self.status,
+            exit_code=exit_code_of(self.status),
+            state_folder=self.folder,
+            storage_uri=surroundings.storage_uri,
+        )
+
+    def __call__(self, *arguments: str) -> Any:
+        return CliRunner().invoke(self.app, ["run", *arguments])
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    return Run(monkeypatch, tmp_path)
+
+
+def test_script_arguments_pass_through_untouched(run: Run) -> None:
+    assert run("--nproc-per-node", "2", "dir/Train_GPT.py", "--name", "x", "-f", "--", "y").exit_code == 0
+    assert run.job is not None
+    assert run.job.spec.trainer.command == ("torchrun",)
+    assert run.job.spec.trainer.args == ("--", "dir/Train_GPT.py", "--name", "x", "-f", "--", "y")
+    assert str(run.job.job) == "local/train-gpt"
+    assert run.job.spec.trainer.num_proc_per_node == 2
+
+
+def test_options_lie_on_top_of_the_manifest(run: Run, tmp_path: Path) -> None:
+    manifest = """
+apiVersion: stepfast.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: gpt, namespace: team}
+spec:
+  trainer: {command: [torchrun, train.py], numProcPerNode: 8, image: x, env: [{name: A, value: "1"}]}
+  failurePolicy: {maxRestarts: 7, maxRestartsWithoutProgress: 2}
+"""
+    (tmp_path / "job.yaml").write_text(manifest)
+    options = ["--nproc-per-node", "auto", "--max-restarts", "1", "--env", "B=2=3", "--memory", "1Gi"]
+    result = run(
+        "-f",
+        "job.yaml",
+        *options,
+        "--interval",
+        "50steps",
+        "--resume-from-step",
+        "4",
+        "--storage",
+        "memory://",
+    )
+    assert result.exit_code == 0, result.output
+    assert run.job is not None
+    spec = run.job.spec
+    assert str(run.job.job) == "team/gpt"
+    assert spec.trainer.num_proc_per_node is None
+    assert spec.trainer.env == (("A", "1"), ("B", "2=3"))
+    assert (spec.failure_policy.max_restarts, spec.failure_policy.max_restarts_without_progress) == (1, 2)
+    assert (spec.checkpoint.memory.size_limit, spec.checkpoint.interval) == (2**30, Interval(steps=50))
+    assert (spec.checkpoint.resume_policy, spec.checkpoint.resume_from_step) == (ResumePolicy.STEP, 4)
+    assert spec.checkpoint.storage_uri == "memory://"
+    assert "spec.trainer.image has no meaning on one machine" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param(["-f", "missing.yaml"], "missing.yaml: cannot be read", id="no-file"),
+        pytest.param(["-f", "job.yaml", "train.py"], "either a script", id="both"),
+        pytest.param(["--nproc-per-node", "all", "t.py"], "spec.trainer.numProcPerNode", id="processes"),
+        pytest.param(["--env", "A", "t.py"], "'A' is not K=V", id="env"),
+        pytest.param(["--memory", "1GB", "t.py"], "spec.checkpoint.memory.sizeLimit", id="memory"),
+        pytest.param(["--name", "No Good", "t.py"], "metadata.name", id="name"),
+    ],
+)
+def test_usage_errors_name_what_is_wrong_and_exit_with_2(run: Run, arguments: list[str], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert run.job is None
+
+
+def failed(exit_code: int | None) -> Status:
+    failure = LastFailure(attempt=1, failure_time=1.0, reason=Cause.RANK_FAILED, exit_code=exit_code)
+    return Status(state=State.FAILED, terminal_state=State.FAILED, last_failure=failure)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        pytest.param(Status(terminal_state=State.COMPLETE), 0, id="complete"),
+        pytest.param(failed(3), 3, id="script"),
+        pytest.param(failed(137), 137, id="signal"),
+        pytest.param(failed(None), 1, id="unknown"),
+        pytest.param(Status(state=State.SUSPENDED), 130, id="suspended"),
+    ],
+)
+def test_exit_status_follows_the_job(run: Run, status: Status, code: int) -> None:
+    run.status = status
+    assert run("train.py").exit_code == code
+
+
+def test_summary_file_is_the_status_as_the_api_shows_it(run: Run, tmp_path: Path) -> None:
+    recovery = Recovery(
+        attempt=1,
+        cause=Cause.RANK_FAILED,
+        rank=1,
+        failure_time=10.0,
+        detected_time=10.5,
+        resumed_time=12.0,
+        steps_lost=3,
+    )
+    run.status = Status(
+        state=State.COMPLETE,
+        terminal_state=State.COMPLETE,
+        attempt=2,
+        restarts=1,
+        recoveries=(recovery,),
+        goodput_ratio=0.9,
+    )
+    result = run("--summary", "out/summary.json", "train.py")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["state"], summary["attempt"], summary["restarts"]) == ("Complete", 2, 1)
+    assert summary["recoveries"][0]["stepsLost"] == 3
+    assert summary["recoveries"][0]["failureTime"] == "1970-01-01T00:00:10.000000Z"
+    assert (summary["checkpoint"]["saves"]["count"], summary["goodputRatio"]) == (0, 0.9)
+    assert "RankFailed (rank 1)" in result.output
+    assert "0.50 s" in result.output
+
+
+def test_live_panel_shows_the_job_at_a_glance() -> None:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - for the console's life
+    with console.file:
+        console.print(panel("local/gpt", Status(state=State.RUNNING, attempt=2, restarts=1)))
+    assert "local/gpt  Running  attempt 2  restarts 1" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("train.py", "train"),
+        ("/a/b/My_Script.v2.py", "my-script-v2"),
+        ("___.py", "job"),
+        ("x" * 99, "x" * 63),
+    ],
+)
+def test_job_name_is_safe_in_paths(script: str, name: str) -> None:
+    assert job_name_of(script) == name

@@ -1,0 +1,250 @@
+"""Manifests are read strictly: every mistake names its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from stepfast.errors import SpecError
+from stepfast.step import OnBusy
+from stepfast_operator.spec import (
+    API_VERSION,
+    ExitCodeOperator,
+    HangAction,
+    Interval,
+    ResumePolicy,
+    RuleAction,
+    TrainingJob,
+    parse_interval,
+    parse_manifest,
+    parse_quantity,
+    settings_text,
+)
+
+
+def parse(**spec: Any) -> TrainingJob:
+    manifest = {
+        "apiVersion": API_VERSION,
+        "kind": "TrainingJob",
+        "metadata": {"name": "gpt"},
+        "spec": {"trainer": {"command": ["torchrun", "train.py"]}, **spec},
+    }
+    return parse_manifest(manifest, default_namespace="local")
+
+
+def test_full_manifest_is_read() -> None:
+    job = parse(
+        activeDeadlineSeconds=100,
+        startupDeadlineSeconds=60,
+        trainer={
+            "command": ["torchrun"],
+            "args": ["train.py", "--lr", 0.1],
+            "env": [{"name": "A", "value": "1"}, {"name": "B"}],
+            "workingDir": "/data",
+            "numNodes": 2,
+            "numProcPerNode": 8,
+        },
+        failurePolicy={
+            "maxRestarts": 5,
+            "maxRestartsWithoutProgress": 2,
+            "backoff": {"baseSeconds": 2, "maxSeconds": 10},
+            "flushTimeoutSeconds": 7,
+            "rules": [{"name": "r", "action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [1, 2]}}],
+        },
+        progressPolicy={"progressDeadlineSeconds": 30, "action": "Notify"},
+        checkpoint={
+            "storageUri": "memory://x",
+            "resumePolicy": "Step",
+            "resumeFromStep": 5,
+            "interval": {"seconds": 30},
+            "memory": {"sizeLimit": "64Gi", "onBusy": "Skip"},
+            "persistent": {"intervalSeconds": 0, "maxToKeep": 1},
+            "gracefulSuspendSeconds": 3,
+        },
+    )
+    spec = job.spec
+    assert str(job.job) == "local/gpt"
+    assert spec.trainer.args == ("train.py", "--lr", "0.1")
+    assert spec.trainer.env == (("A", "1"), ("B", ""))
+    assert (spec.trainer.num_nodes, spec.trainer.num_proc_per_node) == (2, 8)
+    rule = spec.failure_policy.rules[0]
+    assert (rule.action, rule.on_exit_codes.operator) == (RuleAction.FAIL_JOB, ExitCodeOperator.NOT_IN)
+    assert rule.on_exit_codes.matches(3)
+    assert not rule.on_exit_codes.matches(2)
+    assert spec.progress_policy.action is HangAction.NOTIFY
+    assert spec.checkpoint.resume_policy is ResumePolicy.STEP
+    assert spec.checkpoint.memory.size_limit == 64 * 2**30
+    assert spec.checkpoint.memory.on_busy is OnBusy.SKIP
+    assert spec.checkpoint.persistent.interval_seconds == 0
+
+
+def test_defaults_are_those_of_the_api() -> None:
+    spec = parse().spec
+    policy = spec.failure_policy
+    assert (policy.max_restarts, policy.max_restarts_without_progress, policy.flush_timeout_seconds) == (
+        10,
+        3,
+        120,
+    )
+    assert (policy.backoff.base_seconds, policy.backoff.max_seconds) == (1, 300)
+    assert (spec.startup_deadline_seconds, spec.active_deadline_seconds) == (900, None)
+    assert (spec.progress_policy.progress_deadline_seconds, spec.progress_policy.action) == (
+        600,
+        HangAction.RESTART_JOB,
+    )
+    assert (spec.checkpoint.persistent.interval_seconds, spec.checkpoint.persistent.max_to_keep) == (2, 5)
+    assert spec.checkpoint.interval == Interval()
+    assert spec.trainer.num_proc_per_node is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "hint"),
+    [
+        pytest.param({"failurPolicy": {}}, "spec.failurPolicy", "failurePolicy", id="unknown-top"),
+        pytest.param(
+            {"failurePolicy": {"maxRestart": 1}}, "spec.failurePolicy.maxRestart", "maxRestarts", id="unknown"
+        ),
+        pytest.param(
+            {"failurePolicy": {"maxRestarts": -1}},
+            "spec.failurePolicy.maxRestarts",
+            "less than",
+            id="negative",
+        ),
+        pytest.param(
+            {"failurePolicy": {"maxRestarts": "5"}},
+            "spec.failurePolicy.maxRestarts",
+            "whole number",
+            id="text",
+        ),
+        pytest.param({"failurePolicy": {"maxRestarts": True}}, "spec.failurePolicy.maxRestarts", "whole", id="bool"),
+        pytest.param({"failurePolicy": []}, "spec.failurePolicy", "object", id="list-for-object"),
+        pytest.param({"checkpoint": {"resumePolicy": "latest"}}, "spec.checkpoint.resumePolicy", "Latest", id="enum"),
+        pytest.param({"checkpoint": {"resumeFromStep": 3}}, "spec.checkpoint.resumeFromStep", "Step", id="step-alone"),
+        pytest.param({"checkpoint": {"resumePolicy": "Step"}}, "spec.checkpoint.resumeFromStep", "Step", id="no-step"),
+        pytest.param({"checkpoint": {"interval": "5m"}}, "spec.checkpoint.interval", "10s", id="interval-text"),
+        pytest.param(
+            {"checkpoint": {"interval": {"steps": 1, "seconds": 1}}},
+            "spec.checkpoint.interval",
+            "one of",
+            id="both",
+        ),
+        pytest.param(
+            {"checkpoint": {"memory": {"sizeLimit": "64GB"}}},
+            "spec.checkpoint.memory.sizeLimit",
+            "64Gi",
+            id="quantity",
+        ),
+        pytest.param({"trainer": {}}, "spec.trainer.command", "required", id="no-command"),
+        pytest.param(
+            {"trainer": {"command": ["x"], "numProcPerNode": "all"}},
+            "spec.trainer.numProcPerNode",
+            "auto",
+            id="processes",
+        ),
+        pytest.param({"trainer": {"command": "x"}}, "spec.trainer.command", "list", id="command-text"),
+        pytest.param(
+            {"trainer": {"command": ["x"], "env": [{"name": "a b"}]}},
+            "spec.trainer.env[0].name",
+            "variable",
+            id="env",
+        ),
+        pytest.param(
+            {"failurePolicy": {"rules": [{"name": "x", "action": "FailJob", "onExitCodes": {"operator": "In"}}]}},
+            "spec.failurePolicy.rules[0].onExitCodes.values",
+            "required",
+            id="rule",
+        ),
+    ],
+)
+def test_mistake_names_its_field(spec: dict[str, Any], field: str, hint: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse(**spec)
+    assert caught.value.field == field
+    assert hint in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        pytest.param({"apiVersion": "stepfast.dev/v1"}, "apiVersion", id="version"),
+        pytest.param({"kind": "TrainJob"}, "kind", id="kind"),
+        pytest.param({"metadata": {}}, "metadata.name", id="no-name"),
+        pytest.param({"metadata": {"name": "No_Good"}}, "metadata.name", id="bad-name"),
+        pytest.param({"specs": {}}, "specs", id="unknown"),
+        pytest.param({"spec": None}, "spec", id="no-spec"),
+    ],
+)
+def test_mistake_around_the_spec_names_its_field(change: dict[str, Any], field: str) -> None:
+    manifest = {
+        "apiVersion": API_VERSION,
+        "kind": "TrainingJob",
+        "metadata": {"name": "x"},
+        "spec": {},
+        **change,
+    }
+    with pytest.raises(SpecError) as caught:
+        parse_manifest(manifest, default_namespace="local")
+    assert caught.value.field == field
+
+
+def test_fields_for_a_cluster_are_named_and_left_out() -> None:
+    job = parse(
+        suspend=False,
+        podGroupPolicy={"volcano": {"queue": "q"}},
+        trainer={"command": ["x"], "image": "i", "resourcesPerNode": {}},
+    )
+    assert set(job.cluster_only) == {
+        "spec.suspend",
+        "spec.podGroupPolicy",
+        "spec.trainer.image",
+        "spec.trainer.resourcesPerNode",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("1", 1),
+        (200000000, 200000000),
+        ("64Gi", 64 * 2**30),
+        ("1.5Ki", 1536),
+        ("2k", 2000),
+        ("3M", 3 * 10**6),
+        ("1E", 10**18),
+    ],
+)
+def test_quantities_are_those_of_kubernetes(text: object, size_bytes: int) -> None:
+    assert parse_quantity(text, "x") == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1m", "Gi", "1 Gi", True, None])
+def test_what_is_no_quantity_is_refused(text: object) -> None:
+    with pytest.raises(SpecError):
+        parse_quantity(text, "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("auto", Interval()),
+        ("10s", Interval(seconds=10)),
+        ("50steps", Interval(steps=50)),
+        ({"steps": 3}, Interval(steps=3)),
+    ],
+)
+def test_intervals_as_in_manifests_and_on_the_command_line(text: object, interval: Interval) -> None:
+    assert parse_interval(text, "x") == interval
+
+
+def test_settings_for_the_sdk() -> None:
+    spec = parse(checkpoint={"interval": "50steps", "persistent": {"intervalSeconds": 1}}).spec
+    assert json.loads(settings_text(spec, node=3, ranks_per_agent=4)) == {
+        "persistIntervalSeconds": 1.0,
+        "maxToKeep": 5,
+        "onBusy": "Wait",
+        "interval": {"steps": 50},
+        "node": 3,
+        "ranksPerAgent": 4,
+    }

@@ -1,0 +1,81 @@
+"""A fake world, and the loop that reconciles it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stepfast_operator.actions import LaunchGang
+from stepfast_operator.backends.fake import FakeBackend
+from stepfast_operator.document import decode
+from stepfast_operator.reconcile import Pass, reconcile
+from stepfast_operator.record import State, Status
+from stepfast_operator.spec import TrainingSpec
+
+
+class World(FakeBackend):
+    """A fake backend with the operator's loop around it."""
+
+    def __init__(self, spec: TrainingSpec) -> None:
+        super().__init__(spec)
+        self.status = Status(start_time=self.now)
+        self.passes: list[Pass] = []
+
+    def look(self) -> Pass:
+        """One pass."""
+        seen = asyncio.run(reconcile(self, self.status))
+        self.status = seen.after
+        self.passes.append(seen)
+        return seen
+
+    def settle(self, *, limit: int = 60) -> Status:
+        """Passes, with the waits that they ask for, until one asks for a wait of more than two seconds or
+        for none.
+        """
+        for _ in range(limit):
+            wait = self.look().decision.requeue_seconds
+            if wait is None or wait > 2:
+                return self.status
+            self.advance(wait)
+        raise AssertionError(f"does not settle: {[seen.decision.why for seen in self.passes[-5:]]}")
+
+    def start(self) -> Status:
+        """Until the first gang runs with all its ranks."""
+        while not self.launches:
+            self.advance(self.look().decision.requeue_seconds or 0.0)
+        self.join()
+        self.settle()
+        assert self.status.state is State.RUNNING
+        return self.status
+
+    def launch_of(self, attempt: int) -> LaunchGang:
+        return next(launch for launch in self.launches if launch.attempt == attempt)
+
+    def relaunched(self) -> Status:
+        """Until the next attempt's gang runs, or the job is over."""
+        before = len(self.launches)
+        for _ in range(2000):
+            wait = self.look().decision.requeue_seconds
+            if self.status.is_terminal or len(self.launches) > before:
+                return self.status
+            self.advance(wait or 0.0)
+        raise AssertionError("no further attempt")
+
+
+@pytest.fixture
+def make_spec() -> Callable[..., TrainingSpec]:
+    def make(**fields: Any) -> TrainingSpec:
+        return decode(TrainingSpec, {"trainer": {"command": ["torchrun", "train.py"]}, **fields}, "spec")
+
+    return make
+
+
+@pytest.fixture
+def make_world(make_spec: Callable[..., TrainingSpec]) -> Callable[..., World]:
+    def make(**fields: Any) -> World:
+        return World(make_spec(**fields))
+
+    return make

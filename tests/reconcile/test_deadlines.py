@@ -1,0 +1,155 @@
+"""Hangs, deadlines and suspension in a fake world, one behaviour a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from stepfast_operator.actions import StopGang, StopMode
+from stepfast_operator.observed import Intent
+from stepfast_operator.record import Cause, ConditionType, FailedReason, State
+
+MakeWorld = Callable[..., Any]
+
+
+def test_hung_gang_is_killed_and_restarted(make_world: MakeWorld) -> None:
+    world = make_world(progressPolicy={"progressDeadlineSeconds": 30})
+    world.start()
+    world.make_step(5)
+    world.settle()
+    world.advance(31)
+    world.relaunched()
+    assert world.status.last_failure.reason is Cause.HANG_DETECTED
+    assert len(world.launches) == 2
+
+
+def test_hang_is_only_said_when_the_policy_says_notify(make_world: MakeWorld) -> None:
+    world = make_world(progressPolicy={"progressDeadlineSeconds": 30, "action": "Notify"})
+    world.start()
+    world.advance(31)
+    world.settle()
+    assert world.status.condition(ConditionType.PROGRESSING).reason == "ProgressDeadlineExceeded"
+    world.make_step(1)
+    world.settle()
+    assert world.status.condition(ConditionType.PROGRESSING).status == "True"
+    assert len(world.launches) == 1
+
+
+def test_script_that_never_uses_the_sdk_is_never_called_hung(make_world: MakeWorld) -> None:
+    world = make_world(progressPolicy={"progressDeadlineSeconds": 30})
+    while not world.launches:
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    for _ in range(10):
+        world.advance(300)
+        world.look()
+    assert world.status.state == State.RUNNING
+    assert len(world.launches) == 1
+
+
+def test_ranks_that_said_goodbye_are_not_waited_for(make_world: MakeWorld) -> None:
+    world = make_world(progressPolicy={"progressDeadlineSeconds": 30})
+    world.start()
+    world.make_step(5)
+    for rank, status in world.gang.ranks.items():
+        world.gang.ranks[rank] = replace(status, alive=False, clean=True, ended_time=world.now)
+    world.advance(100)
+    world.settle()
+    assert world.status.state == State.RUNNING
+
+
+def test_an_agent_that_restarted_and_knows_no_steps_yet_is_no_hang(make_world: MakeWorld) -> None:
+    world = make_world(progressPolicy={"progressDeadlineSeconds": 30})
+    world.start()
+    for step in range(1, 10):
+        world.advance(10)
+        world.make_step(step)
+        world.look()
+    world.join()
+    world.settle()
+    assert world.status.state == State.RUNNING
+
+
+def test_gang_of_which_only_some_ranks_join_fails_at_the_start_deadline(make_world: MakeWorld) -> None:
+    world = make_world(startupDeadlineSeconds=60)
+    while not world.launches:
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    world.join()
+    del world.gang.ranks[1]
+    world.advance(61)
+    world.settle()
+    assert world.status.condition(ConditionType.FAILED).reason == FailedReason.STARTUP_DEADLINE_EXCEEDED
+
+
+def test_activity_deadline_ends_the_job_and_begins_again_on_resume(make_world: MakeWorld) -> None:
+    world = make_world(activeDeadlineSeconds=100)
+    world.start()
+    world.advance(90)
+    world.intent = Intent.STOP_NOW
+    world.settle()
+    assert world.status.state == State.SUSPENDED
+    world.advance(500)
+    world.intent = Intent.RUN
+    world.relaunched()
+    assert world.status.state == State.STARTING
+    world.advance(101)
+    world.settle()
+    assert world.status.condition(ConditionType.FAILED).reason == FailedReason.DEADLINE_EXCEEDED
+
+
+def test_suspend_saves_waits_for_the_commit_and_stops_in_order(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(12)
+    world.intent = Intent.SUSPEND
+    while not world.final:
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    world.look()
+    assert world.gang.lives
+    assert world.status.state == State.SUSPENDING
+    world.persist("uid-1")
+    world.settle()
+    assert world.status.state == State.SUSPENDED
+    assert world.steps.keys() == {12}
+    assert world.status.restarts == 0
+    world.intent = Intent.RUN
+    world.relaunched()
+    assert (world.launch_of(2).resume_step, world.status.restarts) == (12, 0)
+
+
+def test_second_interrupt_stops_at_once_and_still_flushes(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(12)
+    world.stage(11)
+    world.intent = Intent.STOP_NOW
+    seen = world.look()
+    assert StopGang(runs=("uid-1",), mode=StopMode.KILL) in seen.decision.actions
+    world.settle()
+    assert world.status.state == State.SUSPENDED
+    assert list(world.steps) == [11]
+
+
+def test_changed_mind_while_suspending_resumes_after_the_stop(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(12)
+    world.intent = Intent.SUSPEND
+    while not world.final:
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    world.intent = Intent.RUN
+    world.persist("uid-1")
+    world.relaunched()
+    assert (world.launch_of(2).resume_step, world.status.restarts) == (12, 0)
+
+
+def test_suspend_gives_up_on_the_last_save_after_its_grace(make_world: MakeWorld) -> None:
+    world = make_world(checkpoint={"gracefulSuspendSeconds": 20})
+    world.start()
+    world.make_step(12)
+    world.is_storage_down = True
+    world.intent = Intent.SUSPEND
+    began = world.now
+    while world.gang.lives:
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    assert 20 <= world.now - began < 22

@@ -1,0 +1,166 @@
+"""The storage or the agent goes away in the middle of training: training goes on, and saving when they are back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepfast.errors import CheckpointNotFound, StorageError
+from stepfast.torch import every, saver
+
+SCRIPT = """
+import os, sys, torch
+from stepfast.torch import Checkpointer, every
+ckpt = Checkpointer(state={"a": torch.full((1000,), 5.0)}, interval=every(steps=1))
+for step in (1, 2, 3):
+    ckpt.step(step)
+print("at the end", flush=True)
+%s
+"""
+
+
+def break_storage(bench: Any) -> Callable[[], None]:
+    """A file stands where the job's folder was; returns what puts it right."""
+    aside = bench.folder.with_name("aside")
+    bench.folder.rename(aside)
+    bench.folder.write_text("in the way")
+
+    def heal() -> None:
+        bench.folder.unlink()
+        aside.rename(bench.folder)
+
+    return heal
+
+
+def test_storage_that_fails_does_not_end_training(any_bench: Any, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"a": torch.zeros(10)}
+    checkpointer = any_bench.make(state=state)
+    checkpointer.save(1).wait(timeout_seconds=30.0)
+    heal = break_storage(any_bench)
+    with caplog.at_level(logging.ERROR, "stepfast"):
+        state["a"].fill_(2.0)
+        lost = checkpointer.save(2)
+        with pytest.raises((StorageError, CheckpointNotFound), match="step 2"):
+            lost.wait(timeout_seconds=2.0)
+        checkpointer.step(3)
+    heal()
+    state["a"].fill_(4.0)
+    checkpointer.save(4).wait(timeout_seconds=60.0)
+    checkpointer.close(timeout_seconds=60.0)
+
+    assert "step 2" in caplog.text
+    back: dict[str, Any] = {}
+    assert any_bench.make(state=back).restore() == 4
+    assert back["a"].tolist() == [4.0] * 10
+    assert any_bench.make(state={}).restore(step=1) == 1
+
+
+def test_close_tells_that_the_newest_save_is_not_committed(any_bench: Any) -> None:
+    checkpointer = any_bench.make(state={"a": torch.zeros(10)})
+    checkpointer.save(1).wait(timeout_seconds=30.0)
+    heal = break_storage(any_bench)
+    checkpointer.save(2)
+
+    with pytest.raises((StorageError, CheckpointNotFound), match="step 2"):
+        checkpointer.close(timeout_seconds=2.0)
+    heal()
+
+
+def test_agent_killed_in_the_middle_comes_back_and_later_steps_commit(
+    start_agent: Callable[..., Any], bench: Any, until: Callable[..., Any]
+) -> None:
+    agent = start_agent()
+    state = {"a": torch.zeros(1000)}
+    checkpointer = bench.make(bench.environment(socket=agent.socket), state=state, interval=every(steps=100))
+    for step in (1, 2, 3):
+        checkpointer.save(step).wait(timeout_seconds=30.0)
+    checkpointer.save(4)
+    agent.kill()
+    for step in range(5, 9):
+        assert checkpointer.step(step, metrics={"loss": 1.0}) is None
+    agent.start()
+    state["a"].fill_(9.0)
+    checkpointer.save(9).wait(timeout_seconds=60.0)
+    checkpointer.save(10)
+    checkpointer.close(timeout_seconds=60.0)
+
+    back: dict[str, Any] = {}
+    reader = bench.make(state=back)
+    assert reader.restore() == 10
+    assert back["a"].tolist() == [9.0] * 1000
+    assert {1, 2, 3, 10} <= {committed.step for committed in reader.steps()}
+
+
+def test_agent_that_stays_away_is_done_without(
+    start_agent: Callable[..., Any],
+    bench: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(saver, "AGENT_AWAY_SECONDS", 0.2)
+    agent = start_agent()
+    state = {"a": torch.zeros(1000)}
+    checkpointer = bench.make(bench.environment(socket=agent.socket), state=state)
+    checkpointer.save(1).wait(timeout_seconds=30.0)
+    agent.end()
+    state["a"].fill_(2.0)
+    with caplog.at_level(logging.ERROR, "stepfast"):
+        checkpointer.save(2).wait(timeout_seconds=30.0)
+        checkpointer.save(3)
+        checkpointer.close(timeout_seconds=10.0)
+
+    assert "step 2 goes straight to the storage" in caplog.text
+    back: dict[str, Any] = {}
+    assert bench.make(state=back).restore() == 3
+    assert back["a"].tolist() == [2.0] * 1000
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        pytest.param("", 0, id="falls off the end"),
+        pytest.param("sys.exit(3)", 3, id="exits"),
+        pytest.param("os._exit(4)", 4, id="exits at once"),
+        pytest.param("raise SystemError('on purpose')", 1, id="raises"),
+        pytest.param("os.kill(os.getpid(), 9)", -9, id="is killed"),
+    ],
+)
+def test_process_that_ends_without_close_loses_nothing(  # noqa: PLR0917  # fixtures
+    ending: str, code: int, shared_agent: Any, bench: Any, until: Callable[..., Any], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT % ending)
+    job = f"local/ends-{tmp_path.name[-20:].strip('-_').lower().replace('_', '-')}-{abs(code)}"
+    variables = os.environ | {
+        "STEPFAST_SOCKET": shared_agent.socket, "STEPFAST_JOB": job, "STEPFAST_RUN": "r-1",
+        "STEPFAST_STORAGE_URI": bench.storage.as_uri(), "STEPFAST_SETTINGS": '{"persistIntervalSeconds": 3600}',
+    }  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, script], env=variables, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert ended.returncode == code, ended.stderr
+    until((bench.storage / job / "global_step3" / "manifest.json").exists, "the commit of step 3")
+
+
+def test_interpreter_ends_at_once_without_close_or_agent(bench: Any, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT % "")
+    variables = os.environ | {
+        "STEPFAST_STORAGE_URI": bench.storage.as_uri(),
+        "STEPFAST_JOB": "local/training",
+    }
+    ended = subprocess.run(
+        [sys.executable, script], env=variables, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert bench.make(state={}).restore() == 3

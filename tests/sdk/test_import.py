@@ -1,0 +1,54 @@
+"""`import stepfast` costs nothing: no third-party package, a few milliseconds. And the SDK's public names."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+
+import stepfast.errors
+import stepfast.torch
+
+
+def fresh(code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+
+
+def test_import_takes_no_third_party_package() -> None:
+    code = (
+        "import sys, json; before = set(sys.modules); import stepfast; "
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    loaded = {name.partition(".")[0] for name in json.loads(fresh(code).stdout)}
+
+    assert loaded - {"stepfast"} <= sys.stdlib_module_names
+
+
+def test_import_takes_less_than_fifty_milliseconds() -> None:
+    def once() -> float:
+        lines = [line.split("|") for line in fresh("import stepfast", "-X", "importtime").stderr.splitlines()]
+        return sum(int(line[1]) for line in lines if len(line) == 3 and line[2].strip() == "stepfast") / 1000
+
+    assert 0.0 < statistics.median(once() for _ in range(5)) < 50.0
+
+
+def test_public_names_are_these() -> None:
+    assert sorted(stepfast.torch.__all__) == [
+        "Checkpointer",
+        "CommittedStep",
+        "Interval",
+        "Saved",
+        "Tier",
+        "every",
+    ]
+    assert all(hasattr(stepfast.torch, name) for name in stepfast.torch.__all__)
+    errors = {name for name, value in vars(stepfast.errors).items() if isinstance(value, type)}
+    assert errors == {
+        "StepfastError", "CheckpointError", "CheckpointNotFound", "CheckpointDamaged", "CheckpointUnsafe",
+        "CheckpointMismatch", "StateUnsupported", "StorageError", "ObjectNotFound", "StorageForbidden", "StorageFull",
+        "StorageUnavailable", "AgentError", "ProtocolError", "ProtocolMismatch", "AgentUnavailable",
+        "MemoryBudgetTooSmall", "GangError", "SpecError",
+    }  # fmt: skip

@@ -1,0 +1,45 @@
+"""Many tensors, and one larger than 32 bits can count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+GIB = 1 << 30
+
+
+def test_twenty_thousand_small_tensors_come_back(shared_agent: Any, any_bench: Any) -> None:
+    state = {f"layer.{i}.weight": torch.full((1 + i % 7,), float(i)) for i in range(20_000)}
+    checkpointer = any_bench.make(state=state)
+    checkpointer.save(1)
+    for tensor in state.values():
+        tensor.add_(1.0)
+    checkpointer.save(2).wait(timeout_seconds=60.0)
+    back: dict[str, Any] = {}
+
+    assert any_bench.make(state=back).restore() == 2
+    assert list(back) == list(state)
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+def test_tensor_of_three_gibibytes_comes_back(start_agent: Callable[..., Any], bench: Any) -> None:
+    # One slot, the tensor, and the tensor that is restored; a second slot only where there is room for it.
+    assert psutil.virtual_memory().available > 13 * GIB, "this test needs 13 GiB of free memory"
+    agent = start_agent(limit_bytes=3 * GIB + (64 << 20))
+    bench.socket = agent.socket
+    state = {"large": torch.zeros(3 * GIB, dtype=torch.uint8)}
+    places = [0, 1, 2**31 - 1, 2**31, 2**32 // 2 + 4097, 3 * GIB - 1]
+    for number, place in enumerate(places, start=1):
+        state["large"][place] = number
+    checkpointer = bench.make(state=state)
+    checkpointer.save(1).wait(timeout_seconds=120.0)
+    bench.leave(checkpointer)
+    assert bench.step_folder(1).joinpath("manifest.json").exists()
+    state["large"].zero_()
+
+    assert bench.make(state=state).restore() == 1
+    assert [int(state["large"][place]) for place in places] == list(range(1, len(places) + 1))
+    assert int(torch.count_nonzero(state["large"])) == len(places)

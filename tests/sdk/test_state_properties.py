@@ -1,0 +1,74 @@
+"""Any nest of containers, tensors, arrays and values comes back bit for bit: a property over random nests."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.bool, torch.complex64, torch.complex128,
+    torch.uint16, torch.float64,
+]  # fmt: skip
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Tensors of up to three dimensions: whole, transposed, sliced, expanded."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    count = int(np.prod(shape)) * dtype.itemsize
+    data = draw(st.binary(min_size=count, max_size=count))
+    if dtype is torch.bool:
+        data = bytes(byte & 1 for byte in data)
+    whole = torch.empty(shape, dtype=dtype)
+    if count:
+        whole = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    match draw(st.sampled_from(["whole", "transposed", "sliced", "expanded"])):
+        case "transposed":
+            return whole.permute(list(reversed(range(whole.dim()))))
+        case "sliced" if whole.dim():
+            return whole[:: draw(st.integers(1, 2))]
+        case "expanded":
+            return whole.expand(2, *whole.shape)
+    return whole
+
+
+TEXT = st.text(st.characters(), max_size=8)  # lone surrogates too
+VALUES = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_subnormal=True) | TEXT | st.binary(max_size=8)
+    | st.complex_numbers() | st.builds(range, st.integers(0, 5)) | st.builds(slice, st.none() | st.integers())
+    | st.builds(np.float32, st.floats(width=32))
+    | st.sampled_from([torch.bfloat16, torch.device("cpu"), torch.Size([1])])
+    | st.frozensets(st.integers() | TEXT, max_size=3)
+)  # fmt: skip
+KEYS = st.recursive(
+    TEXT | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False) | st.binary(max_size=4),
+    lambda inner: st.tuples(inner, inner),
+    max_leaves=3,
+)
+ARRAYS = tensors().filter(lambda t: t.dtype in (torch.float32, torch.uint16, torch.bool)).map(lambda t: t.numpy())
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    pairs = st.dictionaries(KEYS, inner, max_size=4)
+    return (
+        st.lists(inner, max_size=4) | st.lists(inner, max_size=3).map(tuple) | pairs | pairs.map(OrderedDict)
+        | pairs.map(lambda d: defaultdict(list, d)) | st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter)
+    )  # fmt: skip
+
+
+NESTS = st.recursive(VALUES | tensors() | ARRAYS, containers, max_leaves=12)
+
+
+@settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
+@given(state=st.dictionaries(KEYS, NESTS, max_size=4))
+def test_any_nest_comes_back_bit_for_bit(
+    state: dict[Any, Any], round_trip: Callable[..., Any], assert_same: Callable[..., None]
+) -> None:
+    assert_same(state, round_trip(state))

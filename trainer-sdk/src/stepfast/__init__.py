@@ -1,0 +1,11 @@
+"""Stepfast: checkpoints that do not stall training, and training that does not lose work.
+
+Importing this package costs nothing: no third-party package, no torch. The SDK for training code is
+`stepfast.torch`; errors are in `stepfast.errors`.
+"""
+
+from stepfast.step import Tier
+
+__all__ = ["Tier", "__version__"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,131 @@
+"""From bytes to a committed step: upload a file with its checksums, write a node's part, write the manifest.
+
+The same code serves the agent's persister and an SDK without an agent. What may happen in which order is I1 and I2
+(`layout`): files, then the part that names them, then the manifest that names the parts; each whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, wait
+
+from stepfast.checksum import checksum
+from stepfast.errors import ObjectNotFound
+from stepfast.layout import (
+    FileEntry,
+    Manifest,
+    Part,
+    RecordInvalid,
+    check_manifest,
+    classify,
+    join,
+    manifest_of,
+    manifest_path,
+    parse_part,
+    step_folder,
+)
+from stepfast.storage.base import Store, Upload
+
+
+class FileUpload:
+    """One rank's file on its way to the storage, chunk by chunk, in any order, checksummed on the way.
+
+    `put` takes a run of bytes that begins on a chunk boundary; it returns when they are stored. After the last one,
+    `finish` makes the file visible and returns its entry for the part record.
+    """
+
+    def __init__(self, store: Store, folder: str, path: str, *, name: str, rank: int, size_bytes: int) -> None:
+        self._upload: Upload = store.upload(join(folder, path), size_bytes)
+        self._path, self._name, self._rank, self._size = path, name, rank, size_bytes
+        self.chunk_bytes = self._upload.chunk_bytes
+        self._checksums: list[str | None] = [None] * -(-size_bytes // self.chunk_bytes)
+
+    def put(self, begin: int, data: memoryview, executor: Executor | None = None) -> None:
+        """Stores the bytes; with an executor its threads share the chunks. Raises StorageError."""
+        if begin % self.chunk_bytes:
+            raise ValueError(f"offset {begin} is not on a chunk boundary")
+        chunks = range(0, len(data), self.chunk_bytes)
+        if executor is None or len(chunks) == 1:
+            for offset in chunks:
+                self._put_chunk(begin + offset, data[offset : offset + self.chunk_bytes])
+            return
+        jobs: list[Future[None]] = [
+            executor.submit(self._put_chunk, begin + offset, data[offset : offset + self.chunk_bytes])
+            for offset in chunks
+        ]
+        wait(jobs)
+        for job in jobs:
+            job.result()
+
+    def _put_chunk(self, offset: int, chunk: memoryview) -> None:
+        digest = checksum(chunk)
+        self._upload.put(offset, chunk)
+        self._checksums[offset // self.chunk_bytes] = digest
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every chunk was put."""
+        return None not in self._checksums
+
+    def finish(self) -> FileEntry:
+        """Makes the file visible, durably. Raises StorageError."""
+        checksums = [digest for digest in self._checksums if digest is not None]
+        if len(checksums) != len(self._checksums):
+            raise ValueError(f"{self._path}: not every chunk was put")
+        self._upload.finish()
+        return FileEntry(
+            path=self._path,
+            name=self._name,
+            rank=self._rank,
+            size_bytes=self._size,
+            chunk_bytes=self.chunk_bytes,
+            checksums=tuple(checksums),
+        )
+
+    def abort(self) -> None:
+        """Forgets what was put."""
+        self._upload.abort()
+
+
+def write_part(store: Store, folder: str, part: Part) -> None:
+    """Makes the part record exist. A part that is already there stays: its files are whole and named by it."""
+    store.create(join(folder, part.path), part.to_bytes())
+
+
+def read_manifest(store: Store, folder: str, step: int) -> Manifest | None:
+    """The step's manifest, or None when the step does not exist. Raises RecordInvalid when it is damaged."""
+    try:
+        return check_manifest(store.read(join(folder, manifest_path(step))), step)
+    except ObjectNotFound:
+        return None
+
+
+def parts_of(store: Store, folder: str, step: int, run: str) -> Sequence[Part]:
+    """The whole part records of (step, run) that are there."""
+    parts = []
+    for entry in store.list(join(folder, step_folder(step))):
+        kind = classify(entry.name)
+        if kind.kind == "part" and kind.run == run:
+            parts.append(parse_part(store.read(join(folder, f"{step_folder(step)}/{entry.name}"))))
+    return parts
+
+
+def try_commit(
+    store: Store, folder: str, step: int, run: str, *, is_stopped: Callable[[], bool] = lambda: False
+) -> Manifest | None:
+    """Writes the manifest if the parts of (step, run) cover all ranks; returns the step's manifest, or None.
+
+    A manifest that is already there wins, whichever run wrote it: a committed step is never replaced.
+    Raises StorageError, and RecordInvalid for a damaged record.
+    """
+    if (existing := read_manifest(store, folder, step)) is not None:
+        return existing
+    manifest = manifest_of(parts_of(store, folder, step, run))
+    if manifest is None or is_stopped():
+        return None
+    if store.create(join(folder, manifest_path(step)), manifest.to_bytes()):
+        return manifest
+    existing = read_manifest(store, folder, step)
+    if existing is None:
+        raise RecordInvalid(f"step {step}: its manifest was there and is gone")
+    return existing

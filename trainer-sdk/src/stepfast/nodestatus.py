@@ -1,0 +1,144 @@
+"""What a node's agent reports of the jobs on its node: the status of a CheckpointNode, in memory, on the wire and in
+the cluster. Pure values; the field names in documents are those of the API (`CheckpointNode.status`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepfast.step import JobKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """One rank of a run on this node, as the agent sees it. Times are seconds since the epoch.
+
+    `alive` is False once its connection ended; `clean` says whether it said goodbye before.
+    """
+
+    rank: int
+    pid: int
+    alive: bool
+    clean: bool
+    joined_time: float
+    global_step: int | None = None  # newest step it reported
+    step_time: float | None = None  # when it reported that step
+    ended_time: float | None = None
+    restored_step: int | None = None
+    restored_time: float | None = None
+    restored_tier: str | None = None  # Memory | Persistent | None
+    restore_seconds: float | None = None
+    metrics: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStatus:
+    """Saves of a run so far, from rank 0 of the node: how often, how long training stood still (seconds)."""
+
+    count: int = 0
+    stall_seconds_total: float = 0.0
+    stall_seconds_last: float = 0.0
+    stall_seconds_max: float = 0.0
+    skipped: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """One run of one job on this node."""
+
+    job: JobKey
+    run: str
+    world_size: int
+    ranks: Sequence[RankStatus]
+    saves: SaveStatus
+    latest_memory_step: int | None = None  # newest step that every rank of this node holds staged
+    latest_persisted_step: int | None = None  # newest committed step that this agent knows of
+    latest_persisted_time: float | None = None
+    latest_persisted_bytes: int | None = None
+    pending_bytes: int = 0  # staged and due, not yet persisted
+    pending_steps: Sequence[int] = ()
+    persist_error: str | None = None  # why persisting fails at present
+    final_step: int | None = None  # the step that was saved on request before stopping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """Everything the agent has to say."""
+
+    node: str
+    memory_limit_bytes: int
+    memory_used_bytes: int
+    jobs: Sequence[JobStatus]
+
+    def job(self, job: JobKey, run: str) -> JobStatus | None:
+        """The status of that run, if the agent knows it."""
+        return next((status for status in self.jobs if status.job == job and status.run == run), None)
+
+
+def to_document(status: NodeStatus) -> dict[str, Any]:
+    """The status as JSON-able values, in the API's words."""
+    return {
+        "node": status.node,
+        "memory": {"limitBytes": status.memory_limit_bytes, "usedBytes": status.memory_used_bytes},
+        "jobs": [_job_document(job) for job in status.jobs],
+    }
+
+
+def from_document(document: Mapping[str, Any]) -> NodeStatus:
+    """Reads `to_document`'s values. Raises KeyError, TypeError or ValueError when they are not that."""
+    return NodeStatus(
+        node=document["node"],
+        memory_limit_bytes=document["memory"]["limitBytes"],
+        memory_used_bytes=document["memory"]["usedBytes"],
+        jobs=tuple(_job_from(job) for job in document["jobs"]),
+    )
+
+
+_RANK_FIELDS = {
+    "rank": "rank", "pid": "pid", "alive": "alive", "clean": "clean", "joined_time": "joinedTime",
+    "global_step": "globalStep", "step_time": "time", "ended_time": "endedTime", "restored_step": "restoredStep",
+    "restored_time": "restoredTime", "restored_tier": "restoredTier", "restore_seconds": "restoreSeconds",
+    "metrics": "metrics",
+}  # fmt: skip
+_SAVE_FIELDS = {
+    "count": "count", "stall_seconds_total": "stallSecondsTotal", "stall_seconds_last": "stallSecondsLast",
+    "stall_seconds_max": "stallSecondsMax", "skipped": "skipped", "dropped": "dropped",
+}  # fmt: skip
+_JOB_FIELDS = {
+    "run": "run", "world_size": "worldSize", "latest_memory_step": "latestMemoryStep",
+    "latest_persisted_step": "latestPersistedStep", "latest_persisted_time": "latestPersistedTime",
+    "latest_persisted_bytes": "latestPersistedBytes", "pending_bytes": "pendingBytes",
+    "persist_error": "persistError", "final_step": "finalStep",
+}  # fmt: skip
+
+
+def _pick(value: object, fields: Mapping[str, str]) -> dict[str, Any]:
+    return {key: got for name, key in fields.items() if (got := getattr(value, name)) is not None}
+
+
+def _read(document: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
+    return {name: document[key] for name, key in fields.items() if key in document}
+
+
+def _job_document(job: JobStatus) -> dict[str, Any]:
+    return {
+        "namespace": job.job.namespace,
+        "name": job.job.name,
+        **_pick(job, _JOB_FIELDS),
+        "pendingSteps": list(job.pending_steps),
+        "ranks": [_pick(rank, _RANK_FIELDS) for rank in job.ranks],
+        "saves": _pick(job.saves, _SAVE_FIELDS),
+    }
+
+
+def _job_from(document: Mapping[str, Any]) -> JobStatus:
+    return JobStatus(
+        job=JobKey(namespace=document["namespace"], name=document["name"]),
+        pending_steps=tuple(document["pendingSteps"]),
+        ranks=tuple(RankStatus(**_read(rank, _RANK_FIELDS)) for rank in document["ranks"]),
+        saves=SaveStatus(**_read(document["saves"], _SAVE_FIELDS)),
+        **_read(document, _JOB_FIELDS),
+    )

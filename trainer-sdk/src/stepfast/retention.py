@@ -1,0 +1,43 @@
+"""Which committed steps are kept, and which uncommitted leftovers are swept. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from stepfast.layout import MANIFEST, classify
+from stepfast.step import attempt_of
+
+
+def steps_to_remove(committed: Sequence[int], *, max_to_keep: int, protected: Collection[int]) -> list[int]:
+    """Steps beyond the newest `max_to_keep` (0: keep all), oldest first; never one that is protected.
+
+    Protected are the step that the current attempt started from and whatever a kept step refers to.
+    """
+    if max_to_keep <= 0:
+        return []
+    kept = set(sorted(committed)[-max_to_keep:]) | set(protected)
+    return sorted(step for step in committed if step not in kept)
+
+
+def leftovers(folders: Mapping[int, Collection[str]], *, newest_committed: int, run: str) -> list[tuple[int, str]]:
+    """Files of uncommitted steps below the newest committed one that attempts before this run left behind.
+
+    Of the present run nothing is swept: an older step of it may still be on its way. What other jobs' uids left in
+    the same folder counts as older too. Returns (step, file name) pairs.
+    """
+    swept = []
+    for step, names in sorted(folders.items()):
+        if step >= newest_committed or MANIFEST in names:
+            continue
+        for name in sorted(names):
+            kind = classify(name)
+            if kind.kind in ("data", "part") and kind.run is not None and _is_older(kind.run, run):
+                swept.append((step, name))
+    return swept
+
+
+def _is_older(other: str, run: str) -> bool:
+    if other == run:
+        return False
+    same_job = other.rpartition("-")[0] == run.rpartition("-")[0]
+    return not same_job or attempt_of(other) < attempt_of(run)

@@ -1,0 +1,37 @@
+"""An object as a readable file on this machine, whatever the storage."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Executor
+
+from stepfast.errors import ObjectNotFound
+from stepfast.layout import CHUNK_BYTES
+from stepfast.storage.base import Store
+
+
+def object_bytes(store: Store, path: str) -> int:
+    """The object's size. Raises ObjectNotFound."""
+    folder, _, name = path.rpartition("/")
+    for entry in store.list(folder):
+        if entry.name == name and not entry.is_folder:
+            return entry.size_bytes
+    raise ObjectNotFound(f"{store.uri}/{path} is not there")
+
+
+def download(store: Store, path: str, descriptor: int, executor: Executor) -> int:
+    """Fills the file behind the descriptor with the object, in parallel ranges; returns its size.
+
+    Raises StorageError.
+    """
+    size = object_bytes(store, path)
+    os.ftruncate(descriptor, size)
+
+    def fetch(begin: int) -> None:
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, size - begin)))
+        store.read_range(path, begin, buffer)
+        os.pwrite(descriptor, buffer, begin)
+
+    for _ in executor.map(fetch, range(0, size, CHUNK_BYTES)):
+        pass
+    return size

@@ -1,0 +1,167 @@
+"""One file that is being uploaded to a local file system: its temporary file and the two ways to write it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from stepfast.errors import StorageUnavailable
+from stepfast.storage.base import Probe
+from stepfast.storage.chunks import ChunkLedger
+from stepfast.storage.faults import storage_error
+from stepfast.storage.localfile import remove_quietly, sync_folder, temp_path, write_at
+from stepfast.storage.retry import Attempt, Retry
+
+ALIGNMENT_BYTES = 4096  # enough for every file system that accepts O_DIRECT; memory pages have it by nature
+
+
+class LocalUpload:
+    """See `Upload`. Chunks in aligned memory go to the disk past the page cache, where the file system allows
+    that: the cache of a training node belongs to the input data, and its write-back would stall the
+    trainer."""
+
+    def __init__(
+        self, target: Path, path: str, size_bytes: int, *, chunk_bytes: int, retry: Retry, probe: Probe | None
+    ) -> None:
+        """Begins the temporary file; its folder exists. Raises OSError."""
+        self.chunk_bytes = chunk_bytes
+        self.direct_bytes = 0
+        """Bytes that were written with O_DIRECT."""
+        self._ledger = ChunkLedger(size_bytes, chunk_bytes)
+        self._target = target
+        self._path = path
+        self._retry = retry
+        self._probe = probe
+        self._temp = temp_path(target)
+        self._lock = threading.Lock()
+        self._writers = 0
+        self._is_over = False
+        self._buffered = os.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._direct: int | None = None
+        try:
+            os.truncate(self._buffered, size_bytes)  # writes that do not extend the file may run side by side
+            self._direct = _open_direct(self._temp)
+        except BaseException:
+            os.close(self._buffered)
+            remove_quietly(self._temp)
+            raise
+
+    def put(self, offset: int, data: memoryview) -> None:
+        view = data.cast("B") if data.format != "B" or data.ndim != 1 else data
+        self._ledger.check(offset, len(view))
+        if self._probe is not None:
+            self._probe("upload.put:before", self._path)
+        with self._writing():
+            self._try(lambda: self._write(offset, view))
+        self._ledger.mark(offset)
+        if self._probe is not None:
+            self._probe("upload.put:after", self._path)
+
+    def finish(self) -> None:
+        self._ledger.check_complete()
+        if self._probe is not None:
+            self._probe("upload.finish:before", self._path)
+        try:
+            with self._writing():
+                # Never again after an error: the kernel forgets what it could not write, and says yes next
+                # time.
+                os.fsync(self._buffered)
+            self._try(lambda: os.replace(self._temp, self._target))
+            sync_folder(self._target.parent)
+        except OSError as error:
+            raise storage_error(error, self._doing()) from error
+        self._end()
+        if self._probe is not None:
+            self._probe("upload.finish:after", self._path)
+
+    def abort(self) -> None:
+        if self._end():
+            remove_quietly(self._temp)
+
+    def _write(self, offset: int, view: memoryview) -> None:
+        whole = len(view) - len(view) % ALIGNMENT_BYTES
+        if whole and self._direct is not None and _is_aligned(view, offset):
+            try:
+                write_at(self._direct, offset, view[:whole])
+            except OSError as error:
+                # Some file systems accept the flag and refuse the write. The other descriptor writes it all
+                # again.
+                if error.errno != errno.EINVAL:
+                    raise
+            else:
+                with self._lock:
+                    self.direct_bytes += whole
+                offset, view = offset + whole, view[whole:]
+        write_at(self._buffered, offset, view)
+
+    def _try(self, operation: Callable[[], None]) -> None:
+        def attempt(_: Attempt) -> None:
+            try:
+                operation()
+            except OSError as error:
+                raise storage_error(error, self._doing()) from error
+
+        self._retry.run(attempt)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Keeps the descriptors open meanwhile: a closed one's number may be another file's a moment
+        later."""
+        with self._lock:
+            if self._has_ended():
+                raise StorageUnavailable(f"{self._doing()}: the upload was ended meanwhile")
+            self._writers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writers -= 1
+                must_close = self._has_ended() and self._writers == 0
+            if must_close:
+                self._close()
+
+    def _has_ended(self) -> bool:
+        return self._is_over
+
+    def _end(self) -> bool:
+        """True the first time."""
+        with self._lock:
+            was_over, self._is_over = self._is_over, True
+            is_idle = self._writers == 0
+        if not was_over and is_idle:
+            self._close()
+        return not was_over
+
+    def _close(self) -> None:
+        for descriptor in (self._buffered, self._direct):
+            if descriptor is not None:
+                # What there was to say was said by fsync.
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+
+    def _doing(self) -> str:
+        return f"upload {self._path}"
+
+
+def _open_direct(path: Path) -> int | None:
+    """A descriptor past the page cache, or None where the file system or the system has none."""
+    flag = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag)
+    except OSError as error:
+        if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+            return None
+        raise
+
+
+def _is_aligned(view: memoryview, offset: int) -> bool:
+    if view.readonly or not view.contiguous:  # ctypes tells the address of writable memory only
+        return False
+    return offset % ALIGNMENT_BYTES == 0 and ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT_BYTES == 0

@@ -1,0 +1,153 @@
+"""The safetensors file format, without tensors: header out, header in.
+
+Owns I3 (design): bytes in a slot are the bytes of the persisted file, a valid safetensors file whose header comes
+first and whose data begins on a page. Knows no torch: dtypes are safetensors' own names, tensors are byte ranges.
+Source: the format's specification, github.com/huggingface/safetensors (`README.md`, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from stepfast.errors import CheckpointError
+
+PAGE = 4096
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+
+class HeaderInvalid(CheckpointError):
+    """These bytes are not the header of a safetensors file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor's name, safetensors dtype and shape, before it has a place in a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlace:
+    """A tensor and its byte range, `[begin, end)`, counted from the start of the file."""
+
+    spec: TensorSpec
+    begin: int
+    end: int
+
+
+class HeaderPlan:
+    """The layout of a file whose tensors stay the same while its metadata changes from save to save.
+
+    The tensors' part of the header and the `constant` metadata are encoded once; `header(variable)` only appends the
+    rest. Room for that is reserved with slack, so that the data does not move when a number grows by a digit.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], *, constant: Mapping[str, str], variable_bytes: int) -> None:
+        # Widest elements first: every tensor is then aligned to its element size without holes, which the
+        # format forbids.
+        ordered = sorted(specs, key=lambda spec: -DTYPE_BITS[spec.dtype])
+        entries: list[str] = []
+        offset = 0
+        ends: list[int] = []
+        for spec in ordered:
+            end = offset + spec.size_bytes
+            entry = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+            entries.append(f"{json.dumps(spec.name)}:{json.dumps(entry, separators=(',', ':'))}")
+            ends.append(end)
+            offset = end
+        fixed = "".join(f"{json.dumps(key)}:{json.dumps(value)}," for key, value in constant.items())
+        self._prefix = ("{" + "".join(entry + "," for entry in entries) + '"__metadata__":{' + fixed).encode()
+        wanted = 8 + len(self._prefix) + variable_bytes + variable_bytes // 4 + 1024
+        self.data_begin = -(-wanted // PAGE) * PAGE
+        if self.data_begin - 8 > MAX_HEADER_BYTES:
+            raise CheckpointError(f"the header of this state is {self.data_begin} bytes, over safetensors' limit")
+        self.size_bytes = self.data_begin + offset
+        begins = [0, *ends][: len(ends)]
+        self.places: Sequence[TensorPlace] = tuple(
+            TensorPlace(spec=spec, begin=self.data_begin + begin, end=self.data_begin + end)
+            for spec, begin, end in zip(ordered, begins, ends, strict=True)
+        )
+
+    def header(self, variable: Mapping[str, str]) -> bytes | None:
+        """The file's first `data_begin` bytes, or None when the metadata outgrew its room."""
+        prefix = self._prefix if variable else self._prefix.removesuffix(b",")
+        body = prefix + json.dumps(dict(variable), separators=(",", ":")).encode()[1:] + b"}"
+        if len(body) > self.data_begin - 8:
+            return None
+        return (self.data_begin - 8).to_bytes(8, "little") + body.ljust(self.data_begin - 8, b" ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """A parsed header: where the data begins, each tensor's place by name, and the metadata."""
+
+    data_begin: int
+    size_bytes: int
+    places: Mapping[str, TensorPlace]
+    metadata: Mapping[str, str]
+
+
+def header_bytes(first_eight: bytes) -> int:
+    """How many bytes header and length prefix take, from the file's first eight bytes. Raises HeaderInvalid."""
+    if len(first_eight) != 8:
+        raise HeaderInvalid("the file is shorter than eight bytes")
+    length = int.from_bytes(first_eight, "little")
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        raise HeaderInvalid(f"a header of {length} bytes cannot be")
+    return 8 + length
+
+
+def parse_header(data: bytes | memoryview) -> Header:
+    """Reads a header (`header_bytes()` long, or more). Raises HeaderInvalid."""
+    end = header_bytes(bytes(data[:8]))
+    if len(data) < end:
+        raise HeaderInvalid("the file ends within its header")
+    try:
+        document = json.loads(bytes(data[8:end]))
+        metadata = document.pop("__metadata__", {})
+        places = {name: _place(name, entry, end) for name, entry in document.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise HeaderInvalid(f"the header does not parse: {error}") from error
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise HeaderInvalid("the header's metadata is not text by name")
+    size = _covered(places.values(), end)
+    return Header(data_begin=end, size_bytes=size, places=places, metadata=metadata)
+
+
+def _place(name: str, entry: Mapping[str, object], data_begin: int) -> TensorPlace:
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise HeaderInvalid(f"tensor {name!r} has the unknown dtype {dtype!r}")
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise HeaderInvalid(f"tensor {name!r} has the shape {shape!r}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
+        raise HeaderInvalid(f"tensor {name!r} has the offsets {offsets!r}")
+    spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
+    if offsets[0] < 0 or offsets[1] - offsets[0] != spec.size_bytes:
+        raise HeaderInvalid(f"tensor {name!r} has offsets {offsets} for {spec.size_bytes} bytes")
+    return TensorPlace(spec=spec, begin=data_begin + offsets[0], end=data_begin + offsets[1])
+
+
+def _covered(places: Iterable[TensorPlace], data_begin: int) -> int:
+    """The file's size; the places must follow each other without overlap or hole."""
+    reached = data_begin
+    for place in sorted(places, key=lambda place: (place.begin, place.end)):
+        if place.begin != reached:
+            raise HeaderInvalid(f"tensor {place.spec.name!r} does not begin where the one before it ends")
+        reached = place.end
+    return reached

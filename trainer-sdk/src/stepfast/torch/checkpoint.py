@@ -1,0 +1,423 @@
+"""The Checkpointer: what training code holds. Ten lines of it save, restore and keep a job's state.
+
+It decides nothing for itself that ranks must agree on: see `stepfast.admission` (what happens with a step) and
+`stepfast.torch.gang` (how ranks meet).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from stepfast.admission import Decision, Interval, Pace, RankReport, Request, decide_save
+from stepfast.environment import Environment, read_environment
+from stepfast.errors import (
+    AgentUnavailable,
+    CheckpointNotFound,
+    StorageError,
+    StorageUnavailable,
+)
+from stepfast.layout import job_folder
+from stepfast.protocol import VERSION, FinalSaved, Hello, Restored, Skipped
+from stepfast.step import Tier, run_id
+from stepfast.storage import Store, open_store
+from stepfast.torch.gang import Gang, find_gang
+from stepfast.torch.link import AgentLink
+from stepfast.torch.objects import RNG, ObjectSet
+from stepfast.torch.plan import SavePlan
+from stepfast.torch.reader import AgentSource, CommittedStep, DirectSource, Source, committed_steps
+from stepfast.torch.resume import Resumer
+from stepfast.torch.rng import get_rng_state
+from stepfast.torch.saver import AgentSaver, DirectSaver, Save
+from stepfast.torch.state import Collected, collect, encode_value, has_pickles
+
+log = logging.getLogger("stepfast")
+
+_FINAL_WAIT_SECONDS = 3600.0
+_INITIAL_STALL_SECONDS = 0.05
+_OUTCOMES_KEPT = 100
+
+
+def every(*, steps: int | None = None, seconds: float | None = None) -> Interval:
+    """An interval between saves: `every(steps=100)` or `every(seconds=30)`. Raises ValueError."""
+    if (steps is None) == (seconds is None):
+        raise ValueError("give either steps or seconds")
+    return Interval(steps=steps, seconds=seconds)
+
+
+class Saved:
+    """One save. `stall_seconds` is how long training stood still for it; `saved` is False when it was skipped."""
+
+    def __init__(self, checkpointer: Checkpointer, step: int, *, saved: bool, stall_seconds: float) -> None:
+        self._checkpointer = checkpointer
+        self.step = step
+        self.saved = saved
+        self.stall_seconds = stall_seconds
+
+    def wait(self, tier: Tier = Tier.PERSISTENT, timeout_seconds: float | None = None) -> None:
+        """Returns when the step is in that tier. Raises StorageUnavailable, CheckpointNotFound (skipped or dropped)."""
+        if not self.saved:
+            raise CheckpointNotFound(f"step {self.step} was skipped: memory was exhausted and onBusy is Skip")
+        if tier is Tier.PERSISTENT:
+            self._checkpointer._wait_committed(self.step, timeout_seconds)
+
+    def __repr__(self) -> str:
+        return f"Saved(step={self.step}, saved={self.saved}, stall_seconds={self.stall_seconds:.6f})"
+
+
+class Checkpointer:
+    """Saves and restores a training job's objects; every rank makes one and calls it alike.
+
+    Objects have `state_dict()` and `load_state_dict()`, or are dicts of plain values, which are restored in place.
+    What DDP wraps is known to be equal on all ranks; `replicated` names further objects that are (each rank then
+    saves only its share of them); all else is each rank's own. Random generators are part of every save.
+
+    interval: `"auto"` (Young/Daly from the measured stall), `every(steps=)`, `every(seconds=)`; None takes what
+    the launcher said, else auto.
+    weights_only: False allows objects that only travel pickled to be restored, which runs their code.
+    """
+
+    def __init__(
+        self,
+        *,
+        interval: Interval | str | None = None,
+        storage_uri: str | None = None,
+        name: str = "state",
+        replicated: Sequence[str] = (),
+        weights_only: bool = True,
+        environment: Environment | None = None,
+        **objects: Any,
+    ) -> None:
+        self._environment = environment if environment is not None else read_environment()
+        if storage_uri is not None:
+            self._environment = replace(self._environment, storage_uri=storage_uri)
+        self._interval = _interval_of(interval, self._environment)
+        self._objects = ObjectSet(objects, replicated)
+        self._name, self._weights_only = name, weights_only
+        self._gang: Gang = find_gang(self._environment.run)
+        self._environment = replace(self._environment, rank=self._gang.rank, world_size=self._gang.world_size)
+        if not self._environment.is_run_unique:
+            # torchrun's id may be used again (a fixed --rdzv-id, a requeued job): parts of two runs must never mix.
+            run = self._gang.exchange("run", run_id(uuid.uuid4().hex[:12], 1))[0]
+            self._environment = replace(self._environment, run=run, is_run_unique=True)
+        self._store: Store | None = None
+        self._direct: DirectSaver | None = None
+        self._link = self._connect()
+        self._agent = AgentSaver(self._link, self._environment, name) if self._link is not None else None
+        self._source: Source = (
+            AgentSource(self._link)
+            if self._link is not None
+            else DirectSource(self._open_store(), job_folder(self._environment.job))
+        )
+        self._plan: SavePlan | None = None
+        self._newest: int | None = None  # newest step staged or saved
+        self._direct_saves: dict[int, StorageError | None] = {}  # steps that went straight to the storage, newest last
+        self._resumer = Resumer(
+            self._source, self._gang, self._environment, self._objects, name=name, weights_only=weights_only
+        )
+        self._next_step = 0
+        now = time.monotonic()
+        self._pace = Pace(
+            now=now, step_seconds=0.0, last_save_step=0, last_save_time=now, last_due_time=None,
+            stall_seconds=_INITIAL_STALL_SECONDS, mtbf_seconds=self._environment.mtbf_seconds,
+        )  # fmt: skip
+        self._last_step: tuple[int, float] | None = None
+        self._announced = False
+        self._closed = False
+        atexit.register(self._at_exit)
+
+    # ------------------------------------------------------------ in the loop
+
+    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> Saved | None:
+        """Call after each step: tells that it is done, and saves when the interval says so.
+
+        metrics: numbers (or 0-d tensors) to show beside the progress.
+        """
+        now = time.monotonic()
+        if self._last_step is not None and step > self._last_step[0]:
+            latest = (now - self._last_step[1]) / (step - self._last_step[0])
+            before = self._pace.step_seconds
+            self._pace = replace(self._pace, step_seconds=latest if before == 0 else 0.8 * before + 0.2 * latest)
+        if self._link is not None:
+            self._link.progress(step, _numbers(metrics or {}))
+        saved = None
+        if step >= self._next_step:
+            saved = self._consult(Request(step=step))
+        if not self._announced:
+            self._announce()
+        self._last_step = (step, time.monotonic())
+        return saved
+
+    def save(self, step: int) -> Saved:
+        """Saves this step now. Every rank must call it with the same step."""
+        saved = self._consult(Request(step=step, explicit=True))
+        return saved if saved is not None else Saved(self, step, saved=step == self._newest, stall_seconds=0.0)
+
+    def restore(self, step: int | None = None) -> int:
+        """Restores a committed step into the objects and returns it; 0 when there is none.
+
+        Without `step`: the one that the launcher fixed, else the latest. If that turns out to be damaged, the error
+        is logged with the file's name, and the next older committed step is restored instead. Raises
+        CheckpointNotFound and CheckpointDamaged for an explicit step, CheckpointMismatch, CheckpointUnsafe,
+        StorageError.
+        """
+        begin = time.perf_counter()
+        resumed = self._resumer.resume(step)
+        self._pace = replace(self._pace, last_save_step=resumed.step, last_save_time=time.monotonic())
+        self._next_step = 0  # what was agreed on before may lie beyond the step after this one
+        if self._link is not None:
+            self._link.tell(Restored(step=resumed.step, tier=resumed.tier, seconds=time.perf_counter() - begin))
+        return resumed.step
+
+    def steps(self) -> list[CommittedStep]:
+        """The committed steps that can be restored, oldest first. Raises StorageError."""
+        return committed_steps(self._source)
+
+    def close(self, timeout_seconds: float = 600.0) -> None:
+        """Waits until the newest save is committed, and says goodbye. Raises StorageUnavailable."""
+        if self._closed:
+            return
+        try:
+            if self._newest is not None:
+                self._wait_committed(self._newest, timeout_seconds)
+        finally:
+            self._end()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._end()
+
+    # ------------------------------------------------------------ saving
+
+    def _consult(self, request: Request) -> Saved | None:
+        began = time.perf_counter()
+        asked = self._link is not None and self._link.save_requested
+        if self._plan is None:
+            self._prepare(request.step)  # so that the first report says how this rank divides what is replicated
+        decision = self._gang.consult(self._report(), lambda reports: self._decide(request, reports))
+        self._next_step = decision.next_step
+        saved = None
+        try:
+            if decision.save:
+                saved = self._save(decision, began)
+            elif decision.skipped:
+                log.warning("stepfast: step %s is not saved: every slot still waits to be persisted", request.step)
+                if self._link is not None:
+                    self._link.tell(Skipped(step=request.step))
+        finally:
+            self._gang.publish(self._report(wants_save=asked))
+        if decision.final:
+            self._wait_for_the_end(request.step)
+        return saved
+
+    def _decide(self, request: Request, reports: Sequence[RankReport]) -> Decision:
+        asked = self._link is not None and self._link.save_requested
+        final = asked or any(report.wants_save for report in reports)
+        if request.step == self._newest and not final and self._direct_saves.get(request.step) is None:
+            # Saved already: under the same names, so other bytes would be taken for damage.
+            return Decision(step=request.step, save=False, next_step=self._next_step, time=time.monotonic())
+        return decide_save(
+            replace(request, final=final),
+            reports,
+            replace(self._pace, now=time.monotonic()),
+            self._interval,
+            on_busy=self._environment.on_busy,
+            persist_interval_seconds=self._environment.persist_interval_seconds,
+        )
+
+    def _report(self, *, wants_save: bool = False) -> RankReport:
+        agent = self._agent
+        return RankReport(
+            rank=self._environment.rank,
+            step=self._newest if agent is not None else None,
+            slots=agent.slots if agent is not None else 0,
+            persisting=agent.persisting if agent is not None else (),
+            unpersisted=self._unpersisted(),
+            waited=self._link.waited_steps if self._link is not None else (),
+            replicated=self._plan.replicated_digest if self._plan is not None else "",
+            wants_save=wants_save or (self._link is not None and self._link.save_requested),
+        )
+
+    def _unpersisted(self) -> tuple[int, ...]:
+        if self._agent is None or self._link is None:
+            return ()
+        return tuple(step for step in self._agent.unpersisted if not self._link.is_committed(step))
+
+    def _save(self, decision: Decision, began: float) -> Saved:
+        plan, header, sources = self._prepare(decision.step)
+        save = Save(
+            step=decision.step, due=decision.due, drop=decision.drop, plan=plan, header=header, sources=sources,
+            began=began,
+        )  # fmt: skip
+        self._write(save)
+        stall = time.perf_counter() - began
+        now = time.monotonic()
+        self._newest = decision.step
+        self._pace = replace(
+            self._pace,
+            last_save_step=decision.step,
+            last_save_time=now,
+            last_due_time=now if decision.due else self._pace.last_due_time,
+            stall_seconds=stall,
+        )
+        return Saved(self, decision.step, saved=True, stall_seconds=stall)
+
+    def _write(self, save: Save) -> None:
+        if self._agent is not None:
+            try:
+                self._agent.save(save)
+                return
+            except AgentUnavailable as error:
+                log.error("stepfast: %s; step %s goes straight to the storage", error, save.step)
+        outcome = None
+        try:
+            self._direct_saver().save(save)
+        except StorageError as error:
+            # A store that fails must not end training (nothing committed is touched); the next save tries again.
+            log.exception("stepfast: step %s was not saved", save.step)
+            outcome = error
+        self._direct_saves[save.step] = outcome
+        while len(self._direct_saves) > _OUTCOMES_KEPT:
+            del self._direct_saves[next(iter(self._direct_saves))]
+
+    def _prepare(self, step: int) -> tuple[SavePlan, bytes, list[torch.Tensor]]:
+        root = self._objects.state()
+        root[RNG] = get_rng_state()
+        collected = collect(root)
+        plan = self._plan
+        if plan is None or not plan.fits(collected):
+            plan = self._plan = self._make_plan(root, collected)
+        header = plan.header(self._variable(step, collected))
+        return plan, header, plan.sources(collected.tensors)
+
+    def _make_plan(self, root: dict[str, Any], collected: Collected) -> SavePlan:
+        if has_pickles(collected) and self._weights_only:
+            log.warning(
+                "stepfast: the state holds objects that only travel pickled; restoring them needs weights_only=False"
+            )
+        return SavePlan(
+            root,
+            collected,
+            self._objects.replicated_tensors(root, collected),
+            prefix="",
+            rank=self._environment.rank,
+            world_size=self._environment.world_size,
+            replicated_objects=self._objects.replicated_names,
+        )
+
+    def _variable(self, step: int, collected: Collected) -> dict[str, str]:
+        about = {"step": step, "run": self._environment.run, "rank": self._environment.rank}
+        return {
+            "stepfast.save": json.dumps(about),
+            "values": json.dumps([encode_value(value) for value in collected.values], separators=(",", ":")),
+        }
+
+    def _announce(self) -> None:
+        """Tells the agent, ahead of the first save, how large it will be."""
+        self._announced = True
+        if self._link is None or self._newest is not None:
+            return
+        plan, _, _ = self._prepare(0)
+        self._link.expect(plan.size_bytes, lambda slot: slot.prepare(plan))
+
+    def _wait_for_the_end(self, step: int) -> None:
+        """After a save that was asked for: nothing is trained that would be lost; whoever asked ends the process."""
+        if self._link is None:
+            return
+        log.warning("stepfast: step %s is saved on request; waiting to be stopped", step)
+        self._wait_committed(step, _FINAL_WAIT_SECONDS)
+        self._link.tell(FinalSaved(step=step))
+        threading.Event().wait(_FINAL_WAIT_SECONDS)
+
+    def _wait_committed(self, step: int, timeout_seconds: float | None) -> None:
+        if step in self._direct_saves:
+            error = self._direct_saves[step]
+            if error is not None:
+                raise StorageUnavailable(f"step {step} was not saved: {error}") from error
+            self._direct_saver().wait_committed(step, timeout_seconds)
+        elif self._link is not None:
+            self._link.wait_committed(step, timeout_seconds)
+
+    # ------------------------------------------------------------ agent and storage
+
+    def _connect(self) -> AgentLink | None:
+        environment = self._environment
+        if environment.socket is None:
+            if environment.world_size == 1 or environment.rank == 0:
+                log.info("stepfast: no agent (STEPFAST_SOCKET): saves go straight to %s", environment.storage_uri)
+            return None
+        hello = Hello(
+            version=VERSION, job=str(environment.job), run=environment.run, rank=environment.rank,
+            local_rank=environment.local_rank, world_size=environment.world_size,
+            local_world_size=environment.local_world_size, node=environment.node, pid=_pid(),
+            storage_uri=environment.storage_uri, memory_bytes=environment.memory_bytes,
+            max_to_keep=environment.max_to_keep, resume_step=environment.resume_step or 0,
+        )  # fmt: skip
+        try:
+            return AgentLink(environment.socket, hello)
+        except AgentUnavailable as error:
+            log.warning("stepfast: %s; saves go straight to %s", error, environment.storage_uri)
+            return None
+
+    def _open_store(self) -> Store:
+        if self._store is None:
+            self._store = open_store(self._environment.storage_uri)
+        return self._store
+
+    def _direct_saver(self) -> DirectSaver:
+        if self._direct is None:
+            self._direct = DirectSaver(self._open_store(), self._environment, self._name)
+        return self._direct
+
+    def _end(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._link is not None:
+            self._link.close()
+        if self._direct is not None:
+            self._direct.close()
+        if self._store is not None:
+            self._store.close()
+
+    def _at_exit(self) -> None:
+        # Without close() nothing is lost either: what is staged is the agent's by now.
+        self._end()
+
+
+def _interval_of(interval: Interval | str | None, environment: Environment) -> Interval:
+    if interval is None:
+        return environment.interval or Interval()
+    if isinstance(interval, Interval):
+        return interval
+    if interval == "auto":
+        return Interval()
+    raise ValueError(f'interval is {interval!r}: give "auto", every(steps=…) or every(seconds=…)')
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(value.detach() if isinstance(value, torch.Tensor) else value) for key, value in metrics.items()}
+
+
+def _pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+__all__ = ["Checkpointer", "CommittedStep", "Saved", "every"]

@@ -1,0 +1,140 @@
+"""How the ranks of a gang agree: through the rendezvous store that torchrun keeps, one round trip, no collective.
+
+All ranks make the same consultations in the same order; each has a number. Rank 0 reads what everybody published after
+the one before, decides, and posts; the others read the post (I7).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed gives them no types
+
+from stepfast.admission import Decision, RankReport
+from stepfast.errors import GangError
+
+_TIMEOUT = timedelta(minutes=30)  # a rank may wait so long for the others; hangs are the supervisor's to end
+
+
+class Gang(Protocol):
+    """All ranks of the job, as one of them sees them."""
+
+    rank: int
+    world_size: int
+
+    def consult(self, report: RankReport, decide: Callable[[Sequence[RankReport]], Decision]) -> Decision:
+        """This consultation's decision. `decide` runs on rank 0 alone, with what all ranks last published."""
+
+    def publish(self, report: RankReport) -> None:
+        """What this rank wants known at the next consultation."""
+
+    def exchange(self, topic: str, text: str) -> list[str]:
+        """Every rank's text, in the order of ranks; all ranks call it."""
+
+
+class Alone:
+    """A gang of one."""
+
+    rank = 0
+    world_size = 1
+
+    def consult(self, report: RankReport, decide: Callable[[Sequence[RankReport]], Decision]) -> Decision:
+        return decide([report])
+
+    def publish(self, report: RankReport) -> None:
+        """There is nobody to tell."""
+
+    def exchange(self, topic: str, text: str) -> list[str]:
+        return [text]
+
+
+class StoreGang:
+    """A gang that meets in a torch.distributed store. Errors of the store become GangError."""
+
+    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store = store
+        self._number = 0
+
+    def consult(self, report: RankReport, decide: Callable[[Sequence[RankReport]], Decision]) -> Decision:
+        number = self._number
+        key = f"decision/{number}"
+        # Before the first decision nothing was published: the ranks show each other what they begin with.
+        first = [RankReport.from_json(text) for text in self.exchange("begin", report.to_json())] if number == 0 else []
+        try:
+            if self.rank == 0:
+                reports = first or self._reports(number - 1)
+                error = None
+                try:
+                    decision = decide(reports)
+                except GangError as refused:
+                    error, decision = refused, None
+                self._store.set(key, decision.to_json() if decision is not None else f"!{error}")
+                if number >= 2:
+                    self._store.delete_key(f"decision/{number - 2}")
+                if decision is None:
+                    raise GangError(str(error))
+                return decision
+            text = self._store.get(key).decode()
+        except dist.DistError as error:
+            raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
+        if text.startswith("!"):
+            raise GangError(text[1:])
+        return Decision.from_json(text)
+
+    def publish(self, report: RankReport) -> None:
+        number, self._number = self._number, self._number + 1
+        try:
+            self._store.set(f"report/{number}/{self.rank}", report.to_json())
+            if number >= 2:
+                # Rank 0 has read it: it posted the decision after it, which this rank has seen.
+                self._store.delete_key(f"report/{number - 2}/{self.rank}")
+        except dist.DistError as error:
+            raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
+
+    def exchange(self, topic: str, text: str) -> list[str]:
+        try:
+            self._store.set(f"{topic}/{self.rank}", text)
+            keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+            return [value.decode() for value in self._store.multi_get(keys)]
+        except dist.DistError as error:
+            raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
+
+    def _reports(self, number: int) -> list[RankReport]:
+        keys = [f"report/{number}/{rank}" for rank in range(self.world_size)]
+        return [RankReport.from_json(value) for value in self._store.multi_get(keys)]
+
+
+def find_gang(scope: str) -> Gang:
+    """This process's gang: torch.distributed's default group, or torchrun's own store, or nobody else.
+
+    `scope` keeps runs apart within one store. Raises GangError when there are other ranks but no way to meet them.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_world_size() == 1:
+            return Alone()
+        store = dist.distributed_c10d._get_default_store()  # no public way to the group's own store
+        return StoreGang(_scoped(store.clone(), scope), rank=dist.get_rank(), world_size=dist.get_world_size())
+    if world_size == 1:
+        return Alone()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise GangError("call torch.distributed.init_process_group() before making a Checkpointer")
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=False,
+        timeout=_TIMEOUT,
+    )
+    return StoreGang(_scoped(store, scope), rank=int(os.environ["RANK"]), world_size=world_size)
+
+
+def _scoped(store: Store, scope: str) -> Store:
+    scoped = PrefixStore(f"stepfast/{scope}", store)
+    scoped.set_timeout(_TIMEOUT)
+    return scoped

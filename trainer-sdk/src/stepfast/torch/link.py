@@ -1,0 +1,209 @@
+"""This rank's link to the node's agent: kept up across restarts of the agent, and what the agent said over it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+
+from stepfast.client import RankClient
+from stepfast.errors import AgentUnavailable, CheckpointNotFound, StepfastError, StorageUnavailable
+from stepfast.protocol import (
+    Committed,
+    Dropped,
+    Expect,
+    Hello,
+    Message,
+    PersistFailed,
+    Progress,
+    SaveRequested,
+    SlotReady,
+    Staged,
+    Want,
+)
+from stepfast.torch.staging import MappedSlot, SlotMaps
+
+log = logging.getLogger("stepfast")
+
+_RECONNECT_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+class AgentLink:
+    """The connection, made again with backoff whenever it is lost. Raises AgentUnavailable when first there is none."""
+
+    def __init__(self, path: str, hello: Hello) -> None:
+        self._path, self._hello = path, hello
+        self.maps = SlotMaps()
+        self.save_requested = False
+        self._committed: dict[int, float] = {}
+        self._dropped: set[int] = set()
+        self._failure: str | None = None
+        self._offers: dict[int, Staged] = {}  # the last message of each slot: said again to an agent that restarted
+        self._wanted: set[int] = set()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._lost_time = time.monotonic()
+        self._reconnecting = False
+        self._ready: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._preparing: Callable[[MappedSlot], None] = MappedSlot.populate
+        self._client: RankClient | None = None
+        self._client = self._connect()
+        self._worker = threading.Thread(target=self._work, name="stepfast-prepare", daemon=True)
+        self._worker.start()
+        forked = weakref.WeakMethod(self._forked)
+        os.register_at_fork(after_in_child=lambda: (method := forked()) and method())
+
+    # ------------------------------------------------------------ requests
+
+    def client(self, timeout_seconds: float) -> RankClient:
+        """The connection, waiting for it to come back. Raises AgentUnavailable."""
+        with self._changed:
+            # Counted from the loss: a second request does not wait as long again.
+            timeout_seconds = max(0.0, timeout_seconds - (time.monotonic() - self._lost_time))
+            if not self._changed.wait_for(lambda: self._client is not None or self._closed, timeout_seconds):
+                away = time.monotonic() - self._lost_time
+                raise AgentUnavailable(f"the agent at {self._path} has been away for {away:.1f} s")
+            if self._client is None:
+                raise AgentUnavailable("this checkpointer is closed")
+            return self._client
+
+    def tell(self, message: Message) -> None:
+        """Sends what may be lost with the agent."""
+        client = self._client
+        if client is not None:
+            with contextlib.suppress(AgentUnavailable):
+                client.send(message)
+
+    def progress(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The heartbeat."""
+        self.tell(Progress(step=step, time=time.time(), metrics=metrics))
+
+    def expect(self, size_bytes: int, prepare: Callable[[MappedSlot], None]) -> None:
+        """Announces the next save's size; slots that are made for it are mapped and prepared in the background."""
+        self._preparing = prepare
+        self.tell(Expect(size_bytes=size_bytes))
+
+    def offer(self, message: Staged) -> None:
+        """Tells that a slot holds a step now. If the agent is away it reads the slot itself when it is back."""
+        self._offers[message.slot] = message
+        self.tell(message)
+
+    def want(self, step: int) -> None:
+        """Asks that this step be committed, whatever comes after it."""
+        self._wanted.add(step)
+        self.tell(Want(step=step))
+
+    def wait_committed(self, step: int, timeout_seconds: float | None) -> float:
+        """Until the step is committed; its time. Raises StorageUnavailable, CheckpointNotFound (dropped)."""
+        self.want(step)
+        with self._changed:
+            settled = self._changed.wait_for(lambda: step in self._committed or step in self._dropped, timeout_seconds)
+            if step in self._committed:
+                return self._committed[step]
+            if settled:
+                raise CheckpointNotFound(f"step {step} was given up for a newer one")
+            raise StorageUnavailable(
+                f"step {step} was not committed within {timeout_seconds} s"
+                + (f": {self._failure}" if self._failure else "")
+            )
+
+    def is_committed(self, step: int) -> bool:
+        return step in self._committed
+
+    @property
+    def waited_steps(self) -> tuple[int, ...]:
+        """Steps that somebody waits for and that are not committed."""
+        return tuple(sorted(self._wanted))
+
+    def close(self) -> None:
+        """Says goodbye."""
+        with self._changed:
+            self._closed = True
+            client, self._client = self._client, None
+            self._changed.notify_all()
+        self._ready.put(None)
+        if client is not None:
+            client.close()
+        self._worker.join(timeout=5)
+        self.maps.clear()
+
+    # ------------------------------------------------------------ inside
+
+    def _connect(self) -> RankClient:
+        return RankClient(self._path, self._hello, on_push=self._on_push, on_lost=self._on_lost)
+
+    def _on_push(self, message: Message, descriptors: list[int]) -> None:
+        match message:
+            case SlotReady():
+                descriptor = descriptors.pop()
+                self._ready.put(lambda: self._map(message, descriptor))
+                return
+            case SaveRequested():
+                self.save_requested = True
+            case PersistFailed():
+                self._failure = message.reason
+                log.error("stepfast: step %s is not persisted yet: %s", message.step, message.reason)
+        with self._changed:
+            if isinstance(message, Committed):
+                self._committed[message.step] = message.committed_time
+                self._wanted.discard(message.step)
+                self._failure = None
+                while len(self._committed) > 1000:
+                    del self._committed[min(self._committed)]
+            elif isinstance(message, Dropped):
+                self._dropped.add(message.step)
+            self._changed.notify_all()
+
+    def _map(self, message: SlotReady, descriptor: int) -> None:
+        mapped, is_new = self.maps.take(message.slot, message.generation, message.capacity_bytes, descriptor)
+        if is_new:
+            mapped.populate()
+        self._preparing(mapped)
+
+    def _work(self) -> None:
+        while (job := self._ready.get()) is not None:
+            job()
+
+    def _on_lost(self) -> None:
+        with self._changed:
+            self._client = None
+            if self._closed or self._reconnecting:
+                return
+            self._lost_time = time.monotonic()
+            self._reconnecting = True
+        log.warning("stepfast: the agent went away; training goes on while it is looked for")
+        threading.Thread(target=self._reconnect, name="stepfast-reconnect", daemon=True).start()
+
+    def _reconnect(self) -> None:
+        attempt = 0
+        while not self._closed:
+            try:
+                client = self._connect()
+                for offer in list(self._offers.values()):
+                    client.send(offer)
+                for step in self.waited_steps:
+                    client.send(Want(step=step))
+            except (StepfastError, OSError):
+                time.sleep(_RECONNECT_SECONDS[min(attempt, len(_RECONNECT_SECONDS) - 1)])
+                attempt += 1
+                continue
+            with self._changed:
+                is_lost = client.is_lost  # asked once: it may be lost a moment later, which is then `_on_lost`'s
+                self._reconnecting = is_lost
+                self._client = None if is_lost else client
+                self._changed.notify_all()
+            if not is_lost:
+                log.warning("stepfast: the agent is back")
+                return
+
+    def _forked(self) -> None:
+        # A child (a data loader's worker) has its parent's connection; it must neither use nor keep it open, or the
+        # agent would not see the parent die.
+        client, self._client, self._closed = self._client, None, True
+        if client is not None:
+            client.abandon()

@@ -1,0 +1,216 @@
+"""What goes into a rank's file and where: built once, used again while names, shapes and dtypes stay.
+
+Replicated tensors are divided over the ranks by bytes, so that N ranks stage 1/N each: every rank computes the same
+division from names, shapes and dtypes alone, without a word to the others. All else is each rank's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from stepfast.tensorfile import HeaderPlan, TensorSpec
+from stepfast.torch import sharing
+from stepfast.torch.dtypes import NATIVE, as_stored, parse_dtype, stored_form
+from stepfast.torch.sharing import Base, Sharing
+from stepfast.torch.state import Collected, describe
+
+STATE_VERSION = 1
+_MIN_CUT_BYTES = 64 * 1024  # smaller tensors are not cut into rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows `[begin, end)` of a base, counted along its first dimension that is longer than one."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+def divide(bases: Sequence[Base], world_size: int) -> list[list[Rows]]:
+    """For each replicated base, which rank saves which of its rows. Deterministic; the same on all ranks."""
+    total = sum(_base_bytes(base) for base in bases)
+    owned: list[list[Rows]] = []
+    reached = 0
+    for base in bases:
+        size, rows = _base_bytes(base), _row_count(base)
+        if size < _MIN_CUT_BYTES or rows <= 1 or world_size == 1:
+            middle = reached + size // 2
+            rank = min(world_size - 1, middle * world_size // total) if total else 0
+            owned.append([Rows(rank=rank, begin=0, end=rows)])
+        else:
+            row_bytes = size // rows
+            cuts = [0]
+            for rank in range(1, world_size):
+                border = total * rank // world_size - reached
+                cuts.append(min(rows, max(cuts[-1], round(border / row_bytes))))
+            cuts.append(rows)
+            owned.append(
+                [
+                    Rows(rank=rank, begin=cuts[rank], end=cuts[rank + 1])
+                    for rank in range(world_size)
+                    if cuts[rank] < cuts[rank + 1]
+                ]
+            )
+        reached += size
+    return owned
+
+
+def piece_name(base: Base, rows: Rows) -> str:
+    """The tensor's name in the file of the rank that saves these rows of it."""
+    return base.name if rows.end - rows.begin == _row_count(base) else f"{base.name}#rows={rows.begin}:{rows.end}"
+
+
+def row_dimension(shape: Sequence[int]) -> int:
+    """The dimension along which rows are counted."""
+    return next((d for d, size in enumerate(shape) if size > 1), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One entry of this rank's file: all of a base, or some rows of it."""
+
+    base: int
+    name: str
+    rows: Rows | None
+
+
+class SavePlan:
+    """The file of one rank for states of one structure."""
+
+    def __init__(
+        self, root: object, collected: Collected, replicated: Sequence[bool], *,
+        prefix: str, rank: int, world_size: int,
+        replicated_objects: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        structure, names = describe(root, prefix)
+        names = [name.removeprefix(".") for name in names]
+        self.tokens = collected.tokens
+        # First, as it refuses tensors that have no plain bytes.
+        self._sharing = sharing.find_sharing(collected.tensors, names)
+        self.signature = signature_of(collected.tensors)
+        shared = _replicated_bases(self._sharing, replicated) if world_size > 1 else []
+        division = divide([self._sharing.bases[i] for i in shared], world_size)
+        self._pieces = _own_pieces(self._sharing, shared, division, rank)
+        self.replicated_digest = _digest(self._sharing, shared, world_size) if shared else ""
+        document = {
+            "version": STATE_VERSION, "worldSize": world_size, "replicated": shared,
+            "replicatedObjects": list(replicated_objects),
+            "structure": structure,
+            **sharing.to_document(self._sharing),
+        }  # fmt: skip
+        self._constant = {"stepfast": json.dumps(document, separators=(",", ":"))}
+        self._specs = [self._spec(piece) for piece in self._pieces]
+        self._lay_out(1024 + 64 * len(collected.values))
+
+    def _lay_out(self, variable_bytes: int) -> None:
+        self.header_plan = HeaderPlan(self._specs, constant=self._constant, variable_bytes=variable_bytes)
+        self.generation = object()  # views of slots are made anew when this changes
+        self.size_bytes = self.header_plan.size_bytes
+        places = {place.spec.name: place for place in self.header_plan.places}
+        self.ranges = [(places[piece.name].begin, places[piece.name].end) for piece in self._pieces]
+
+    def header(self, variable: Mapping[str, str]) -> bytes:
+        """The file's first bytes; makes more room, and a new layout, when the values outgrew theirs."""
+        header = self.header_plan.header(variable)
+        if header is None:
+            self._lay_out(sum(len(json.dumps(value)) for value in variable.values()) + 1024)
+            header = self.header_plan.header(variable)
+        if header is None:
+            raise AssertionError("a layout made to measure does not fit")
+        return header
+
+    def sources(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors to copy, in the order of `ranges`, each as its file shows it."""
+        return [self._stored(piece, self._sharing.source(piece.base, tensors)) for piece in self._pieces]
+
+    def stored_forms(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """The dtype and shape of each source."""
+        forms = []
+        for piece, spec in zip(self._pieces, self._specs, strict=True):
+            dtype = parse_dtype(self._sharing.bases[piece.base].dtype)
+            forms.append((dtype if dtype in NATIVE else torch.uint8, spec.shape))
+        return forms
+
+    def fits(self, collected: Collected) -> bool:
+        """Whether the plan holds for another walk's state."""
+        if collected.tokens != self.tokens:
+            return False
+        try:
+            is_same = signature_of(collected.tensors) == self.signature
+        except RuntimeError:
+            return False  # sparse and nested tensors have no shape or address; the next plan refuses them by name
+        return is_same and self._sharing.holds_for(collected.tensors)
+
+    def _stored(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+        if piece.rows is not None:
+            length = piece.rows.end - piece.rows.begin
+            tensor = tensor.narrow(row_dimension(tensor.shape), piece.rows.begin, length)
+        return as_stored(tensor)
+
+    def _spec(self, piece: Piece) -> TensorSpec:
+        base = self._sharing.bases[piece.base]
+        shape = base.shape
+        if piece.rows is not None:
+            d = row_dimension(shape)
+            shape = (*shape[:d], piece.rows.end - piece.rows.begin, *shape[d + 1 :])
+        dtype, stored_shape = stored_form(parse_dtype(base.dtype), shape, prod(shape))
+        return TensorSpec(name=piece.name, dtype=dtype, shape=stored_shape)
+
+
+def signature_of(tensors: Sequence[torch.Tensor]) -> list[object]:
+    """What must stay for a plan to hold: shapes, dtypes, and which tensors share memory."""
+    if len({tensor.data_ptr() for tensor in tensors}) == len(tensors):
+        return [(tensor.shape, tensor.dtype) for tensor in tensors]
+    first: dict[int, int] = {}
+    return [
+        (tensor.shape, tensor.dtype, tensor.stride(), first.setdefault(tensor.data_ptr(), index))
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def _replicated_bases(found: Sharing, replicated: Sequence[bool]) -> list[int]:
+    """Bases all of whose tensors are replicated."""
+    own = {
+        place if isinstance(place, int) else place.base
+        for place, is_replicated in zip(found.places, replicated, strict=True)
+        if not is_replicated
+    }
+    return [index for index in range(len(found.bases)) if index not in own]
+
+
+def _own_pieces(found: Sharing, shared: Sequence[int], division: Sequence[Sequence[Rows]], rank: int) -> list[Piece]:
+    rows_of = dict(zip(shared, division, strict=True))
+    pieces = []
+    for index, base in enumerate(found.bases):
+        if index not in rows_of:
+            pieces.append(Piece(base=index, name=base.name, rows=None))
+            continue
+        for rows in rows_of[index]:
+            if rows.rank == rank:
+                is_whole = rows.end - rows.begin == _row_count(base)
+                pieces.append(Piece(base=index, name=piece_name(base, rows), rows=None if is_whole else rows))
+    return pieces
+
+
+def _digest(found: Sharing, shared: Sequence[int], world_size: int) -> str:
+    layout: list[Any] = [world_size]
+    layout += [(base.name, base.dtype, list(base.shape)) for base in (found.bases[i] for i in shared)]
+    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:32]
+
+
+def _base_bytes(base: Base) -> int:
+    return prod(base.shape) * parse_dtype(base.dtype).itemsize
+
+
+def _row_count(base: Base) -> int:
+    if parse_dtype(base.dtype) not in NATIVE:
+        return 1  # stored as flat bytes: not cut
+    return base.shape[row_dimension(base.shape)] if base.shape else 1

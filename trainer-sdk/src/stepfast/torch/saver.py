@@ -1,0 +1,208 @@
+"""Where a planned state goes: into the agent's slots, or, without an agent, straight into the storage.
+
+Owns I6: with an agent the training process never waits for storage; it waits for a slot only when memory is exhausted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from stepfast import catalog
+from stepfast.commit import FileUpload, try_commit, write_part
+from stepfast.environment import Environment
+from stepfast.errors import AgentUnavailable, ObjectNotFound, StorageError, StorageUnavailable
+from stepfast.histories import SaveRow, append_rows
+from stepfast.layout import CHUNK_BYTES, FileEntry, Manifest, Part, data_path, job_folder, part_path
+from stepfast.protocol import Reserved, Staged
+from stepfast.retention import steps_to_remove
+from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
+from stepfast.storage import Store
+from stepfast.torch.link import AgentLink
+from stepfast.torch.plan import SavePlan
+from stepfast.torch.staging import MappedSlot
+
+log = logging.getLogger("stepfast")
+
+AGENT_AWAY_SECONDS = 30.0  # how long a save waits for a lost agent before it goes to the storage itself
+DIRECT_NODE = 100_000  # part records of ranks without an agent are numbered from here, one a rank
+_COMMIT_SECONDS = 600.0
+_WINDOW_CHUNKS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One rank's share of one step, ready to be written."""
+
+    step: int
+    due: bool
+    drop: tuple[int, ...]
+    plan: SavePlan
+    header: bytes
+    sources: Sequence[torch.Tensor]
+    began: float  # time.perf_counter() when training stopped for it
+
+
+class AgentSaver:
+    """Stages into slots."""
+
+    def __init__(self, link: AgentLink, environment: Environment, name: str) -> None:
+        self._link, self._environment, self._name = link, environment, name
+        self.slots = 0
+        self.persisting: tuple[int, ...] = ()
+        self.unpersisted: tuple[int, ...] = ()
+
+    def save(self, save: Save) -> None:
+        """Returns when the step is staged. Raises AgentUnavailable when the agent stays away."""
+        while True:
+            try:
+                self._stage(save)
+                return
+            except AgentUnavailable:
+                self._link.client(AGENT_AWAY_SECONDS)  # raises when it does not come back
+            except StorageUnavailable as error:
+                log.warning("stepfast: step %s is staged again from its beginning: %s", save.step, error)
+
+    def _stage(self, save: Save) -> None:
+        size, begin = save.plan.size_bytes, 0
+        while begin < size:
+            client = self._link.client(AGENT_AWAY_SECONDS)
+            reserved, descriptor = client.reserve(
+                step=save.step, name=self._name, size_bytes=size, window_begin=begin, drop=save.drop
+            )
+            slot, _ = self._link.maps.take(reserved.slot, reserved.generation, reserved.capacity_bytes, descriptor)
+            self.slots, self.persisting, self.unpersisted = (
+                reserved.slots,
+                reserved.persisting,
+                reserved.unpersisted,
+            )
+            window = min(size - begin, reserved.capacity_bytes)
+            record = self._record(save, reserved, begin, window)
+            slot.write_record(record)
+            if window == size:
+                slot.stage(save.plan, save.header, save.sources)
+            else:
+                slot.stage_window(save.plan, save.header, save.sources, begin, window)
+            # From here on the step survives this process: the record says so in the slot itself.
+            slot.write_record(replace(record, state=SlotState.STAGED))
+            stall = time.perf_counter() - save.began
+            self._link.offer(Staged(slot=reserved.slot, seq=reserved.seq, stall_seconds=stall))
+            begin += window
+        if save.due:
+            self.unpersisted = (*self.unpersisted, save.step)
+
+    def _record(self, save: Save, reserved: Reserved, begin: int, window: int) -> SlotRecord:
+        environment = self._environment
+        return SlotRecord(
+            seq=reserved.seq, state=SlotState.WRITING, run=environment.run, step=save.step, name=self._name,
+            rank=environment.rank, world_size=environment.world_size, node=environment.node,
+            file_bytes=save.plan.size_bytes, window_begin=begin, window_bytes=window, files=1, saved_time=time.time(),
+            replicated=save.plan.replicated_digest, due=save.due,
+        )  # fmt: skip
+
+
+class DirectSaver:
+    """Writes to the storage at once, to the same layout, with the same commit rule. Training waits meanwhile."""
+
+    def __init__(self, store: Store, environment: Environment, name: str) -> None:
+        self._store, self._environment, self._name = store, environment, name
+        self._folder = job_folder(environment.job)
+        self._threads = ThreadPoolExecutor(_WINDOW_CHUNKS, thread_name_prefix="stepfast-upload")
+        self._buffer: MappedSlot | None = None
+
+    def save(self, save: Save) -> float | None:
+        """Writes this rank's part; rank 0 commits when all parts are there. Returns the commit's time, on rank 0.
+
+        Raises StorageError.
+        """
+        environment, saved_time = self._environment, time.time()
+        if self._has_part(save.step):
+            return self._commit(save, saved_time) if environment.rank == 0 else None
+        path = data_path(save.step, environment.run, self._name, environment.rank, environment.world_size)
+        upload = FileUpload(
+            self._store,
+            self._folder,
+            path,
+            name=self._name,
+            rank=environment.rank,
+            size_bytes=save.plan.size_bytes,
+        )
+        try:
+            entry = self._write(save, upload)
+        except BaseException:
+            upload.abort()
+            raise
+        part = Part(
+            step=save.step, run=environment.run, node=DIRECT_NODE + environment.rank,
+            world_size=environment.world_size, ranks=(environment.rank,), files=(entry,), saved_time=saved_time,
+            persisted_time=time.time(), replicated=save.plan.replicated_digest,
+        )  # fmt: skip
+        write_part(self._store, self._folder, part)
+        return self._commit(save, saved_time) if environment.rank == 0 else None
+
+    def _has_part(self, step: int) -> bool:
+        """Whether this rank saved the step before in this run: what a manifest may name is never written over."""
+        path = part_path(step, self._environment.run, DIRECT_NODE + self._environment.rank)
+        try:
+            self._store.read(f"{self._folder}/{path}")
+        except ObjectNotFound:
+            return False
+        log.warning("stepfast: step %s was saved before in this run: that save stays", step)
+        return True
+
+    def _write(self, save: Save, upload: FileUpload) -> FileEntry:
+        if self._buffer is None:
+            size = _WINDOW_CHUNKS * CHUNK_BYTES
+            descriptor = os.memfd_create("stepfast-window", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(descriptor, CONTROL_BYTES + size)
+                self._buffer = MappedSlot(descriptor, size, 0)
+            finally:
+                os.close(descriptor)
+        window = self._buffer.capacity_bytes // upload.chunk_bytes * upload.chunk_bytes
+        for begin in range(0, save.plan.size_bytes, window):
+            size = min(window, save.plan.size_bytes - begin)
+            self._buffer.stage_window(save.plan, save.header, save.sources, begin, size)
+            upload.put(begin, self._buffer.data[:size], self._threads)
+        return upload.finish()
+
+    def wait_committed(self, step: int, timeout_seconds: float | None) -> Manifest:
+        """Until all ranks wrote their part and the step is committed, by whomever. Raises StorageError."""
+        deadline, pause = time.monotonic() + (timeout_seconds or _COMMIT_SECONDS), 0.01
+        while (manifest := try_commit(self._store, self._folder, step, self._environment.run)) is None:
+            if time.monotonic() > deadline:
+                raise StorageUnavailable(f"step {step}: not all ranks wrote their part in time")
+            time.sleep(pause)
+            pause = min(1.0, pause * 2)
+        return manifest
+
+    def _commit(self, save: Save, saved_time: float) -> float:
+        manifest = self.wait_committed(save.step, _COMMIT_SECONDS)
+        self._keep(manifest.size_bytes, manifest.committed_time, save, saved_time)
+        return manifest.committed_time
+
+    def _keep(self, size_bytes: int, committed_time: float, save: Save, saved_time: float) -> None:
+        environment = self._environment
+        row = SaveRow(
+            global_step=save.step, run=environment.run, outcome="Committed", saved_time=saved_time,
+            stall_seconds=time.perf_counter() - save.began, duration_seconds=committed_time - saved_time,
+            size_bytes=size_bytes, world_size=environment.world_size,
+        )  # fmt: skip
+        try:
+            append_rows(self._store, self._folder, [row])
+            committed = [found.step for found in catalog.committed_steps(self._store, self._folder)]
+            protected = [environment.resume_step] if environment.resume_step else []
+            for step in steps_to_remove(committed, max_to_keep=environment.max_to_keep, protected=protected):
+                catalog.remove_step(self._store, self._folder, step)
+        except StorageError as error:
+            log.warning("stepfast: after the commit of step %s: %s", save.step, error)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown()

@@ -1,0 +1,123 @@
+"""From tensors to a slot: one pass of memory copies into views that were made once.
+
+A slot's file is mapped when it is first seen, ahead of its use where possible, and its pages are entered into this
+process's page table in the background; after that nothing in a save grows with the number of tensors but the copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from stepfast.slot import CONTROL_BYTES, SlotRecord, rank_record
+from stepfast.torch.plan import SavePlan
+
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class MappedSlot:
+    """One generation of one slot, mapped into this process."""
+
+    def __init__(self, descriptor: int, capacity_bytes: int, generation: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.generation = generation
+        self._map = mmap.mmap(descriptor, CONTROL_BYTES + capacity_bytes)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._views: tuple[object, list[torch.Tensor]] = (None, [])  # and the layout that they were made for
+
+    @property
+    def data(self) -> memoryview:
+        """The slot's bytes behind the control page."""
+        return memoryview(self._map)[CONTROL_BYTES:]
+
+    def populate(self) -> None:
+        """Enters the pages into the page table; without the GIL, about 0.2 s a GiB. A kernel before 5.14 cannot."""
+        _libc.madvise(
+            ctypes.c_void_p(self._bytes.data_ptr()),
+            ctypes.c_size_t(len(self._map)),
+            ctypes.c_int(_MADV_POPULATE_WRITE),
+        )
+
+    def write_record(self, record: SlotRecord) -> None:
+        offset, data = rank_record(record)
+        self._map[offset : offset + len(data)] = data
+
+    def stage(self, plan: SavePlan, header: bytes, sources: Sequence[torch.Tensor]) -> None:
+        """Copies a whole file: header, then every tensor, each in one pass."""
+        generation, views = self._views
+        if generation is not plan.generation:
+            views = self._make_views(plan)
+            self._views = (plan.generation, views)
+        self._map[CONTROL_BYTES : CONTROL_BYTES + len(header)] = header
+        if views:
+            copy_all(views, sources)
+
+    def prepare(self, plan: SavePlan) -> None:
+        """Makes the plan's views ahead of the first save."""
+        if plan.size_bytes <= self.capacity_bytes:
+            self._views = (plan.generation, self._make_views(plan))
+
+    def stage_window(
+        self, plan: SavePlan, header: bytes, sources: Sequence[torch.Tensor], begin: int, size: int
+    ) -> None:
+        """Copies the file's bytes `[begin, begin + size)` to the slot's first bytes."""
+        end = begin + size
+        if begin < len(header):
+            part = header[begin:end]
+            self._map[CONTROL_BYTES : CONTROL_BYTES + len(part)] = part
+        for (low, high), source in zip(plan.ranges, sources, strict=True):
+            first, last = max(low, begin), min(high, end)
+            if first >= last:
+                continue
+            flat = source.contiguous().reshape(-1).view(torch.uint8)
+            target = self._bytes[CONTROL_BYTES + first - begin : CONTROL_BYTES + last - begin]
+            target.copy_(flat[first - low : last - low])
+
+    def _make_views(self, plan: SavePlan) -> list[torch.Tensor]:
+        views = []
+        for (begin, end), (dtype, shape) in zip(plan.ranges, plan.stored_forms(), strict=True):
+            raw = self._bytes[CONTROL_BYTES + begin : CONTROL_BYTES + end]
+            # An empty tensor has no bytes that could be viewed as something else.
+            views.append(raw.view(dtype).view(shape) if begin < end else torch.empty(shape, dtype=dtype))
+        return views
+
+
+def copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source into its target; returns when the bytes are there, from whatever device."""
+    with torch.no_grad():
+        torch._foreach_copy_(targets, list(sources), non_blocking=True)
+    if any(source.is_cuda for source in sources):
+        torch.cuda.synchronize()
+
+
+class SlotMaps:
+    """The slots that this process has mapped, by index."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, MappedSlot] = {}
+        self._lock = threading.Lock()
+
+    def take(self, index: int, generation: int, capacity_bytes: int, descriptor: int) -> tuple[MappedSlot, bool]:
+        """The mapping of that slot (and whether it is new); closes the descriptor."""
+        try:
+            with self._lock:
+                known = self._maps.get(index)
+                if known is not None and known.generation == generation:
+                    return known, False
+                if known is not None and known.generation > generation:
+                    return MappedSlot(descriptor, capacity_bytes, generation), True
+                self._maps[index] = mapped = MappedSlot(descriptor, capacity_bytes, generation)
+                return mapped, True
+        finally:
+            os.close(descriptor)
+
+    def clear(self) -> None:
+        """Forgets all mappings; the memory goes when the last view does."""
+        with self._lock:
+            self._maps.clear()

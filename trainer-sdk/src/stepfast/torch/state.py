@@ -1,0 +1,353 @@
+"""A nest of containers as a list of tensors, a list of other values and a structure that holds the two together.
+
+The structure is what stays the same from save to save; it is described once. Values (numbers, strings, generator
+states) are encoded as JSON at each save. Any object beyond that travels only by torch's own pickling, and is refused
+at load unless `weights_only=False`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepfast.errors import CheckpointUnsafe, StateUnsupported
+from stepfast.torch.dtypes import dtype_name, parse_dtype
+
+Json = Any  # what json.dumps takes
+
+_DICTS: dict[type, str] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}
+_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "none": None, "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
+    "set": set, "tuple": tuple,
+}  # fmt: skip
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_MAX_DEPTH = 200
+_BLOB_LENGTH = 64 * 1024  # longer bytes and strings are stored as tensors
+_DECIMAL_BITS = 1024  # Python writes larger integers in decimal slowly, and from 4300 digits on not at all
+
+
+@dataclass(slots=True)
+class Collected:
+    """What one walk found, in order. `tokens` is equal for two walks exactly when the structure is the same."""
+
+    tensors: list[torch.Tensor]
+    values: list[object]
+    tokens: list[object]
+
+
+def collect(root: object) -> Collected:
+    """Walks the nest. Raises StateUnsupported for a nest that contains itself or is nested too deeply."""
+    found = Collected([], [], [])
+    _collect(root, found, 0)
+    return found
+
+
+def _collect(node: Any, found: Collected, depth: int) -> None:
+    kind = type(node)
+    if kind in _PLAIN_TENSORS or _is_nested(node):
+        found.tensors.append(node)
+        found.tokens.append((kind, node.requires_grad))
+        return
+    if depth > _MAX_DEPTH:
+        raise StateUnsupported(f"the state is nested more than {_MAX_DEPTH} deep, or contains itself")
+    if kind in _DICTS or (kind is defaultdict and _factory_name(node) is not None):
+        factory = _factory_name(node) if kind is defaultdict else None
+        found.tokens.append((kind, factory, tuple(map(_key_token, node))))
+        for child in node.values():
+            _collect(child, found, depth + 1)
+    elif kind in _SEQUENCES:
+        found.tokens.append((kind, len(node)))
+        for child in node:
+            _collect(child, found, depth + 1)
+    elif (tag := _leaf_tag(node)) == "v":
+        found.values.append(node)
+        found.tokens.append("v")
+    else:
+        found.tensors.append(_LEAVES[tag][0](node))
+        found.tokens.append(tag)
+
+
+def describe(root: object, prefix: str) -> tuple[Json, list[str]]:
+    """The structure as JSON, and a name for each tensor that `collect` yields, in its order; names are unique."""
+    names: list[str] = []
+    used = {f"{prefix}.__metadata__"}  # the one name that the file format keeps for itself
+    counts = {"t": 0, "v": 0}
+
+    def unique(path: str) -> str:
+        name, n = path, 1
+        while name in used:
+            n += 1
+            name = f"{path}~{n}"
+        used.add(name)
+        return name
+
+    def leaf(kind: str, path: str) -> Json:
+        names.append(unique(path))
+        counts["t"] += 1
+        return [kind, counts["t"] - 1]
+
+    def walk(node: Any, path: str) -> Json:
+        kind = type(node)
+        if kind in _PLAIN_TENSORS or _is_nested(node):
+            return leaf("t", path)
+        if kind in _DICTS or (kind is defaultdict and _factory_name(node) is not None):
+            tag: str = _DICTS.get(kind) or f"ddict:{_factory_name(node)}"
+            return [
+                tag,
+                [[encode_value(key), walk(child, f"{path}.{_key_text(key)}")] for key, child in node.items()],
+            ]
+        if kind in _SEQUENCES:
+            return [_SEQUENCES[kind], [walk(child, f"{path}.{i}") for i, child in enumerate(node)]]
+        tag = _leaf_tag(node)
+        if tag != "v":
+            return leaf(tag, path)
+        counts["v"] += 1
+        return ["v", counts["v"] - 1]
+
+    return walk(root, prefix), names
+
+
+def rebuild(  # noqa: C901  # a table: one case a tag
+    structure: Json, tensors: Sequence[torch.Tensor], values: Sequence[Json], *, weights_only: bool
+) -> Any:
+    """The nest again. Raises CheckpointUnsafe for pickled objects when `weights_only`."""
+
+    def walk(node: Json) -> Any:
+        tag, content = node
+        match tag:
+            case "t":
+                return tensors[content]
+            case "v":
+                return decode_value(values[content], weights_only=weights_only)
+            case "n" | "bytes" | "bytearray" | "str":
+                return _LEAVES[tag][1](tensors[content].numpy())
+            case "p":
+                return _unpickled(tensors[content], weights_only)
+            case "list":
+                return [walk(child) for child in content]
+            case "tuple":
+                return tuple(walk(child) for child in content)
+            case "dict":
+                return _pairs(content)
+            case "odict":
+                return OrderedDict(_pairs(content))
+            case "counter":
+                return Counter(_pairs(content))
+            case _:
+                return defaultdict(_FACTORIES[tag.removeprefix("ddict:")], _pairs(content))
+
+    def _pairs(content: Json) -> dict[Any, Any]:
+        return {decode_value(key, weights_only=weights_only): walk(child) for key, child in content}
+
+    return walk(structure)
+
+
+def has_pickles(collected: Collected) -> bool:
+    """Whether some object can only travel pickled."""
+    return "p" in collected.tokens
+
+
+# ---------------------------------------------------------------- values
+
+
+def encode_value(value: Any) -> Json:  # noqa: C901  # a table: one line a type
+    """A value that is no tensor as JSON: plain where JSON has it, `[tag, …]` where it has not."""
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if value.bit_length() <= _DECIMAL_BITS else ["int", hex(value)]
+    if kind is float:
+        return value if value - value == 0 else ["float", struct.pack("<d", value).hex()]
+    if kind is complex:
+        return ["complex", struct.pack("<dd", value.real, value.imag).hex()]
+    if kind in (bytes, bytearray):
+        return [kind.__name__, base64.b64encode(value).decode()]
+    if kind in (tuple, set, frozenset, list, torch.Size):
+        items = [encode_value(item) for item in value]
+        return [kind.__name__, sorted(items, key=json.dumps) if kind in (set, frozenset) else items]
+    if _is_value(value) and kind in (range, slice):
+        return [kind.__name__, [encode_value(part) for part in (value.start, value.stop, value.step)]]
+    if isinstance(value, torch.dtype):
+        return ["dtype", dtype_name(value)]
+    if kind is torch.device:
+        return ["device", str(value)]
+    if _is_numpy_scalar(value):
+        return ["numpy", value.dtype.str, base64.b64encode(value.tobytes()).decode()]
+    return ["pickle", base64.b64encode(_pickle(value)).decode()]
+
+
+def decode_value(value: Json, *, weights_only: bool) -> Any:  # noqa: C901  # a table: one case a tag
+    """`encode_value`'s inverse, bit for bit. Raises CheckpointUnsafe for pickles when `weights_only`."""
+    if not isinstance(value, list):
+        return value
+    tag, content = value[0], value[1]
+    match tag:
+        case "float":
+            return struct.unpack("<d", bytes.fromhex(content))[0]
+        case "int":
+            return int(content, 16)
+        case "complex":
+            return complex(*struct.unpack("<dd", bytes.fromhex(content)))
+        case "bytes" | "bytearray":
+            data = base64.b64decode(content)
+            return data if tag == "bytes" else bytearray(data)
+        case "tuple" | "set" | "frozenset" | "list" | "Size":
+            items = [decode_value(item, weights_only=weights_only) for item in content]
+            makers = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list, "Size": torch.Size}
+            return makers[tag](items)
+        case "range" | "slice":
+            parts = [decode_value(part, weights_only=weights_only) for part in content]
+            return (range if tag == "range" else slice)(*parts)
+        case "dtype":
+            return parse_dtype(content)
+        case "device":
+            return torch.device(content)
+        case "numpy":
+            import numpy as np
+
+            dtype = np.dtype(content)
+            return np.frombuffer(base64.b64decode(value[2]), dtype=dtype)[0] if dtype.itemsize else dtype.type()
+        case _:
+            return _unpickle(base64.b64decode(content), weights_only)
+
+
+def _is_nested(node: Any) -> bool:
+    """A jagged tensor is of a class of its own; taken as a tensor, it is refused by name."""
+    return isinstance(node, torch.Tensor) and node.is_nested
+
+
+def _is_value(node: Any) -> bool:
+    kind = type(node)
+    if node is None or kind in (
+        bool,
+        int,
+        str,
+        float,
+        complex,
+        bytes,
+        bytearray,
+        range,
+        torch.Size,
+        torch.device,
+    ):
+        return True
+    if kind is slice:
+        return all(part is None or type(part) is int for part in (node.start, node.stop, node.step))
+    if kind in (set, frozenset):
+        return all(_is_value(item) or (type(item) is tuple and all(map(_is_value, item))) for item in node)
+    return isinstance(node, torch.dtype) or _is_numpy_scalar(node)
+
+
+def _is_numpy_scalar(node: Any) -> bool:
+    kind = type(node)
+    if kind.__module__ != "numpy":
+        return False
+    import numpy as np
+
+    return isinstance(node, np.generic) and not node.dtype.hasobject and node.dtype.names is None
+
+
+def _is_array(node: Any) -> bool:
+    """A NumPy array whose elements torch knows too, in this machine's byte order."""
+    if type(node).__module__ != "numpy" or type(node).__name__ != "ndarray":
+        return False
+    return str(node.dtype) in _ARRAY_DTYPES and node.dtype.isnative
+
+
+_ARRAY_DTYPES = {
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "float32", "float64", "complex64", "complex128",
+}  # fmt: skip
+
+
+def _tensor_of(array: Any) -> torch.Tensor:
+    import numpy as np
+
+    # A view where torch can have one: it takes no read-only arrays (without a warning), no negative or odd strides.
+    plain = array.flags.writeable and all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    return torch.from_numpy(array if plain else np.array(array, order="C"))
+
+
+def _tensor_of_bytes(data: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+# What is neither tensor nor value, by tag: to a tensor, and back from its array.
+_LEAVES: dict[str, tuple[Callable[[Any], torch.Tensor], Callable[[Any], Any]]] = {
+    "n": (_tensor_of, lambda array: array),
+    "bytes": (_tensor_of_bytes, lambda array: array.tobytes()),
+    "bytearray": (_tensor_of_bytes, lambda array: bytearray(array.tobytes())),
+    "str": (
+        lambda text: _tensor_of_bytes(text.encode("utf-8", "surrogatepass")),
+        lambda array: array.tobytes().decode("utf-8", "surrogatepass"),
+    ),
+    "p": (lambda node: _tensor_of_bytes(_pickle(node)), lambda array: array),
+}
+
+
+def _leaf_tag(node: Any) -> str:
+    """`v`: a value, into the header; else how the leaf becomes a tensor."""
+    kind = type(node)
+    if kind in (bytes, bytearray, str) and len(node) > _BLOB_LENGTH:
+        return str(kind.__name__)  # a header has an upper limit, and is encoded anew at each save
+    if _is_array(node):
+        return "n"
+    return "v" if _is_value(node) else "p"
+
+
+def _factory_name(node: Any) -> str | None:
+    for name, factory in _FACTORIES.items():
+        if node.default_factory is factory:
+            return name
+    return None
+
+
+def _key_token(key: object) -> object:
+    """Equal for two keys exactly when they are the same: to a dict 1, 1.0 and True are one key."""
+    kind = type(key)
+    return key if kind is str else (kind, key) if kind in (int, bool) else (kind, json.dumps(encode_value(key)))
+
+
+def _key_text(key: object) -> str:
+    # Valid Unicode, as the format wants; and no "#", which begins the suffix of a name that stands for a part.
+    try:
+        text = key if isinstance(key, str) else repr(key)
+    except ValueError:  # an integer of thousands of digits is in it
+        text = type(key).__name__
+    return text[:200].replace("#", "%23").encode("utf-8", "backslashreplace").decode()
+
+
+def _pickle(node: object) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(node, buffer)
+    except Exception as error:
+        raise StateUnsupported(f"an object of type {type(node).__qualname__} cannot be pickled: {error}") from error
+    return buffer.getvalue()
+
+
+def _unpickle(data: bytes, weights_only: bool) -> Any:
+    if weights_only:
+        raise CheckpointUnsafe(
+            "the checkpoint holds pickled objects, which run code when loaded: pass weights_only=False if you trust it"
+        )
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _unpickled(tensor: torch.Tensor, weights_only: bool) -> Any:
+    return _unpickle(bytes(tensor.numpy()), weights_only)
+
+
+__all__ = [
+    "Collected", "collect", "decode_value", "describe", "encode_value", "has_pickles", "rebuild",
+]  # fmt: skip
