@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 
 from stepfast.client import RankClient
 from stepfast.protocol import (
@@ -167,30 +167,35 @@ class RankPeer:
         file = file or RankFile(rank=self.hello.rank, step=step, data_bytes=data_bytes)
         begin = 0
         while True:
-            reserved, descriptor = self.reserve(step, file.size_bytes, name=name, window_begin=begin, drop=drop)
-            try:
-                end = min(file.size_bytes, begin + reserved.capacity_bytes)
-                record = self.record(
-                    step,
-                    reserved.seq,
-                    file.size_bytes,
-                    window_begin=begin,
-                    window_bytes=end - begin,
-                    due=due,
-                    files=files,
-                    name=name,
-                )
-                writing = {field.name: getattr(record, field.name) for field in fields(record)}
-                self.write_record(descriptor, SlotRecord(**{**writing, "state": SlotState.WRITING}))
-                self.fill(descriptor, file, begin, end)
-                self.write_record(descriptor, record)
-            finally:
-                os.close(descriptor)
-            staged = Staged(slot=reserved.slot, seq=reserved.seq, stall_seconds=0.001)
-            self.client.send(staged)
-            if end == file.size_bytes:
+            begin, staged = self.stage_window(step, file, begin, drop=drop, due=due, files=files, name=name)
+            if begin == file.size_bytes:
                 return staged
-            begin = end
+
+    def stage_window(
+        self,
+        step: int,
+        file: RankFile,
+        begin: int,
+        *,
+        drop: tuple[int, ...] = (),
+        name: str = "state",
+        **values: object,
+    ) -> tuple[int, Staged]:
+        """Stages the file's next window, from `begin`; returns where it ends."""
+        reserved, descriptor = self.reserve(step, file.size_bytes, name=name, window_begin=begin, drop=drop)
+        try:
+            end = min(file.size_bytes, begin + reserved.capacity_bytes)
+            record = self.record(
+                step, reserved.seq, file.size_bytes, window_begin=begin, window_bytes=end - begin, name=name, **values
+            )
+            self.write_record(descriptor, replace(record, state=SlotState.WRITING))
+            self.fill(descriptor, file, begin, end)
+            self.write_record(descriptor, record)
+        finally:
+            os.close(descriptor)
+        staged = Staged(slot=reserved.slot, seq=reserved.seq, stall_seconds=0.001)
+        self.client.send(staged)
+        return end, staged
 
     def want(self, step: int) -> None:
         self.client.send(Want(step=step))

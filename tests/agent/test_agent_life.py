@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from stepfast import catalog
-from stepfast.errors import ProtocolError
+from stepfast.errors import ProtocolError, StorageUnavailable
 from stepfast.nodeclient import NodeClient
 from stepfast.protocol import Expect, Staged
 from stepfast.slot import SlotState
@@ -34,6 +34,81 @@ def test_gang_of_two_saves_and_the_step_is_committed(agent: Any, ranks: Any) -> 
     first.wait_committed(5)
     second.wait_committed(5)
     assert [file.rank for file in catalog.verify_step(agent.store(), JOB, 5)] == [0, 1]
+
+
+def test_second_agent_on_the_same_memory_folder_is_refused(agent: Any) -> None:
+    command = [sys.executable, "-m", "stepfast_sidecar", "--socket", str(agent.folder / "b.sock"), "--node", "other"]
+    command += ["--memory-dir", str(agent.memory_dir), "--memory-limit", "1000000"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (refused.returncode, "another agent's" in refused.stderr) == (1, True), refused.stderr
+    rank = agent.join()
+    rank.save(1)
+    rank.wait_committed(1)
+
+
+def test_steps_that_another_node_never_completes_hold_up_neither_later_attempts_nor_the_end(
+    new_agent: Callable[..., Any], ranks: Any
+) -> None:
+    agent = new_agent("--commit-patience", "0.5")
+    lonely = agent.join(rank=0, world_size=2, node=0, run="uid1-0")
+    for step in range(1, 7):
+        lonely.save(step)
+        ranks.eventually(lambda s=step: s in agent.job("uid1-0").pending_steps, "its part is written")
+    lonely.die()
+    rank = agent.join(run="uid1-1")
+    rank.save(7)
+    rank.wait_committed(7)
+    ranks.eventually(lambda: not agent.job("uid1-0").pending_steps, "the steps are given up")
+    assert agent.terminate(10) == 0
+    assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [7]
+
+
+def test_file_that_was_streamed_is_not_lost_with_the_persister(new_agent: Callable[..., Any], ranks: Any) -> None:
+    agent = new_agent(memory_limit=40 << 20)
+    first, second = agent.gang(2)
+    first.save(5, data_bytes=30 << 20)  # larger than its share: nothing but the storage has all of it
+    ranks.eventually(lambda: any(agent.storage.rglob("state-00000-*.safetensors")), "the file is stored")
+    os.kill(agent.persisters()[JOB], signal.SIGKILL)
+    second.save(5)
+    first.wait_committed(5)
+    assert [file.rank for file in catalog.verify_step(agent.store(), JOB, 5)] == [0, 1]
+
+
+def test_windows_that_go_with_the_persister_are_told_and_not_waited_for(
+    new_agent: Callable[..., Any], ranks: Any
+) -> None:
+    agent = new_agent(memory_limit=18 << 20)
+    rank, file = agent.join(), ranks.RankFile(rank=0, step=2, data_bytes=20 << 20)
+    begin, _ = rank.stage_window(2, file, 0)
+    begin, _ = rank.stage_window(2, file, begin)
+    ranks.eventually(lambda: list(agent.storage.rglob("*.tmp")), "the file is on its way")
+    # The slot of one of these is free again: its window is stored.
+    _, descriptor = rank.reserve(2, file.size_bytes, window_begin=begin)
+    os.close(descriptor)
+    os.kill(agent.persisters()[JOB], signal.SIGSTOP)
+    assert rank.stage_window(2, file, begin)[0] == file.size_bytes
+    os.kill(agent.persisters()[JOB], signal.SIGKILL)
+    rank.wait_dropped(2)
+    rank.save(3, data_bytes=20 << 20)
+    rank.wait_committed(3)
+    assert len(list(catalog.verify_step(agent.store(), JOB, 3))) == 1
+    assert agent.job().pending_steps == ()
+
+
+def test_file_is_begun_again_when_earlier_windows_went_with_the_persister(
+    new_agent: Callable[..., Any], ranks: Any
+) -> None:
+    agent = new_agent(memory_limit=18 << 20)
+    rank, file = agent.join(), ranks.RankFile(rank=0, step=2, data_bytes=20 << 20)
+    begin, _ = rank.stage_window(2, file, 0)
+    ranks.eventually(lambda: list(agent.storage.rglob("*.tmp")), "the file is on its way")
+    os.kill(agent.persisters()[JOB], signal.SIGKILL)
+    ranks.eventually(lambda: agent.job().persist_error or JOB not in agent.persisters(), "the agent knows")
+    with pytest.raises(StorageUnavailable, match="begin again"):
+        rank.stage_window(2, file, begin)
+    rank.save(2, file=file)
+    rank.wait_committed(2)
+    assert rank.dropped() == []
 
 
 @pytest.mark.parametrize("due", [True, False], ids=["due", "memory-only"])

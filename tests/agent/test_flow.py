@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -125,6 +126,20 @@ def test_lost_persister_loses_nothing_that_is_staged() -> None:
     flow.persister_lost()
     assert flow.pending_steps() == [1]
     assert persists(flow.retry()) == [1]
+
+
+@pytest.mark.parametrize(("window", "is_last"), [(0, False), (1, True)], ids=["earlier-window", "last-window"])
+def test_window_that_goes_with_the_persister_gives_the_step_up_when_it_was_the_last(window: int, is_last: bool) -> None:
+    flow = flow_of(1)
+    for index in range(window + 1):
+        reserved, _ = flow.reserve(0, ())
+        assert reserved is not None
+        whole = record(0, 1, reserved.seq)
+        size = 8 << 20
+        flow.staged(0, reserved.slot, replace(whole, file_bytes=2 * size, window_begin=index * size, window_bytes=size))
+    assert drops(flow.persister_lost()) == ([1] if is_last else [])
+    assert all(holding.held is Held.FREE for holding in flow.holdings.values())
+    assert not flow.is_persisting
 
 
 def test_failure_is_tried_again_only_when_it_is_time() -> None:

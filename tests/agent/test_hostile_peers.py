@@ -316,6 +316,16 @@ def test_tenant_that_truncates_its_slot_before_it_says_staged_is_refused(tenant:
 
 
 @pytest.mark.parametrize("size", [0, CONTROL_BYTES, CONTROL_BYTES + 50_000_000], ids=["empty", "page", "half"])
+def test_tenant_that_grows_its_slot_is_refused(tenant: Callable[..., Any]) -> None:
+    rank = tenant()
+    reserved, descriptor = rank.reserve(1, 100_000)
+    rank.write_record(descriptor, rank.record(1, reserved.seq, 100_000))
+    os.ftruncate(descriptor, CONTROL_BYTES + reserved.capacity_bytes + 1)
+    os.close(descriptor)
+    rank.client.send(Staged(slot=reserved.slot, seq=reserved.seq, stall_seconds=0.0))
+    rank.wait_lost()
+
+
 def test_tenant_that_truncates_its_slot_while_it_is_persisted_loses_that_step_alone(
     tenant: Callable[..., Any], shared_agent: Any, ranks: Any, size: int
 ) -> None:

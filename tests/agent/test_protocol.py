@@ -41,6 +41,7 @@ EXAMPLES: list[Message] = [
     Progress(step=5, time=1.5, metrics={"loss": 0.5}),
     protocol.Restored(step=5, tier="Memory", seconds=0.5),
     protocol.Steps(id=2),
+    protocol.Supersede(id=2, step=-1),
     protocol.Fetch(id=3, path="global_step5/manifest.json", refresh=True),
     protocol.Want(step=5),
     protocol.FinalSaved(step=5),

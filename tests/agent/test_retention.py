@@ -66,6 +66,12 @@ def test_leftovers_of_earlier_attempts_below_the_newest_commit_are_swept(step: i
     assert found == [(step, name) for name in sorted(names) if swept]
 
 
+def test_superseded_step_keeps_its_bytes() -> None:
+    mine, other = _name(5, "uid-1"), _name(5, "uid-0")
+    names = [mine, other, part_path(5, "uid-1", 0).partition("/")[2], "manifest-superseded-uid-1.json"]
+    assert leftovers({5: names}, newest_committed=10, run="uid-2") == [(5, other)]
+
+
 def test_committed_step_and_unknown_files_are_never_swept() -> None:
     folders = {5: [_name(5, "uid-1"), "manifest.json"], 6: ["notes.txt", "manifest-superseded-uid-1.json"]}
     assert leftovers(folders, newest_committed=10, run="uid-2") == []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stepfast.errors import StorageForbidden, StorageFull, StorageUnavailable
+from stepfast.errors import StorageForbidden, StorageFull, StorageUnavailable, UploadLost
 from stepfast.layout import CHUNK_BYTES
 from stepfast.storage import exclusive, open_store
 from stepfast.storage.local import LocalStore
@@ -180,8 +180,11 @@ def test_failed_fsync_of_an_upload_is_never_repeated(tmp_path: Path, monkeypatch
         raise OSError(errno.EIO, "injected")
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(StorageUnavailable):
-        upload.finish()
+    for _ in range(2):
+        with pytest.raises(UploadLost):
+            upload.finish()
+    with pytest.raises(UploadLost):
+        upload.put(0, pages(10))
     upload.abort()
     assert len(calls) == 1
     assert list(tmp_path.iterdir()) == []

@@ -42,6 +42,34 @@ def test_passing_failures_are_retried_with_doubling_delays_up_to_the_maximum() -
     assert [attempt.number for attempt in attempts] == list(range(9))
 
 
+def test_service_is_left_alone_as_long_as_it_asks() -> None:
+    clock = Clock()
+    asked = StorageUnavailable("read x: 429")
+    asked.retry_after_seconds = 7.0
+    failures = [asked, StorageUnavailable("read x: 503")]
+
+    def operation(_: Attempt) -> str:
+        if failures:
+            raise failures.pop(0)
+        return "done"
+
+    assert retry(clock).run(operation) == "done"
+    assert clock.sleeps == [7.1, 0.2]
+
+
+def test_wait_that_the_deadline_does_not_leave_is_not_begun() -> None:
+    clock = Clock()
+    asked = StorageUnavailable("read x: 429")
+    asked.retry_after_seconds = 90.0
+
+    def operation(_: Attempt) -> str:
+        raise asked
+
+    with pytest.raises(StorageUnavailable):
+        retry(clock).run(operation)
+    assert clock.sleeps == []
+
+
 @pytest.mark.parametrize("jitter", [0.0, 0.5, 1.0], ids=["none", "half", "full"])
 def test_jitter_takes_any_part_of_the_delay(jitter: float) -> None:
     clock = Clock()

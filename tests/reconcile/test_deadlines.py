@@ -36,6 +36,23 @@ def test_hang_is_only_said_when_the_policy_says_notify(make_world: MakeWorld) ->
     assert len(world.launches) == 1
 
 
+def test_rank_that_waits_for_memory_is_not_hung_and_has_its_time_again_after_it(make_world: MakeWorld) -> None:
+    world = make_world(progressPolicy={"progressDeadlineSeconds": 30})
+    world.start()
+    world.make_step(5)
+    world.gang.ranks[1] = replace(world.gang.ranks[1], waiting=True)
+    world.advance(300)
+    world.settle()
+    assert world.status.state == State.RUNNING
+    world.gang.ranks[1] = replace(world.gang.ranks[1], waiting=False, waited_time=world.now)
+    world.advance(25)
+    world.settle()
+    assert world.status.state == State.RUNNING
+    world.advance(10)
+    world.relaunched()
+    assert world.status.last_failure.reason is Cause.HANG_DETECTED
+
+
 def test_script_that_never_uses_the_sdk_is_never_called_hung(make_world: MakeWorld) -> None:
     world = make_world(progressPolicy={"progressDeadlineSeconds": 30})
     while not world.launches:

@@ -8,6 +8,7 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from stepfast.admission import Interval
-from stepfast.errors import CheckpointMismatch, CheckpointNotFound
+from stepfast.errors import CheckpointerOpen, CheckpointMismatch, CheckpointNotFound, StepOutOfOrder
 from stepfast.torch import Tier, every
 
 
@@ -160,14 +161,102 @@ def test_older_step_is_restored_when_asked_for(any_bench: Any) -> None:
     assert state == {"step": 4}
 
 
-def test_saving_goes_on_by_the_interval_after_an_older_step_was_restored(any_bench: Any) -> None:
-    checkpointer = any_bench.make(state={}, interval=every(steps=5))
-    assert [step for step in range(1, 9) if checkpointer.step(step)] == [5]
-    checkpointer.save(8).wait(timeout_seconds=30.0)
-    checkpointer.save(12).wait(timeout_seconds=30.0)
-    checkpointer.restore(step=5)
-
+def test_training_that_goes_on_from_an_older_step_supersedes_the_newer_ones(any_bench: Any) -> None:
+    first, second = {"history": 1}, {"history": 2}
+    with any_bench.make(state=first, interval=every(steps=5)) as checkpointer:
+        assert [step for step in range(1, 9) if checkpointer.step(step)] == [5]
+        for step in (8, 10, 12):
+            checkpointer.save(step).wait(timeout_seconds=30.0)
+    checkpointer = any_bench.make(state=second, interval=every(steps=5))
+    assert checkpointer.restore(step=5) == 5
+    assert numbers(any_bench) == [5, 8, 10, 12]  # who only looks changes nothing
+    second["history"] = 2
     assert [step for step in range(6, 12) if checkpointer.step(step)] == [10]
+    checkpointer.close()
+
+    assert numbers(any_bench) == [5, 10]
+    assert len(list(any_bench.folder.glob("*/manifest-superseded-*.json"))) == 3
+    back = {"history": 0}
+    assert any_bench.make(state=back).restore() == 10
+    assert back == {"history": 2}
+
+
+def test_training_that_never_restores_begins_a_history_of_its_own(any_bench: Any) -> None:
+    with any_bench.make(state={"history": 1}) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step).wait(timeout_seconds=30.0)
+    with any_bench.make(state={"history": 2}) as checkpointer:
+        checkpointer.save(2).wait(timeout_seconds=30.0)
+
+    assert numbers(any_bench) == [2]
+    back = {"history": 0}
+    any_bench.make(state=back).restore()
+    assert back == {"history": 2}
+
+
+def test_training_that_goes_on_from_the_latest_step_supersedes_nothing(any_bench: Any) -> None:
+    for step in (1, 2, 3):
+        with any_bench.make(state={}) as checkpointer:
+            assert checkpointer.restore() == step - 1
+            checkpointer.save(step)
+
+    assert numbers(any_bench) == [1, 2, 3]
+
+
+def test_damaged_step_is_saved_anew_when_training_comes_to_it_again(any_bench: Any) -> None:
+    state = {"version": 1}
+    with any_bench.make(state=state) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step).wait(timeout_seconds=30.0)
+    (any_bench.step_folder(2) / "manifest.json").write_text("{}")
+    with any_bench.make(state=state) as checkpointer:
+        assert checkpointer.restore() == 1
+        state["version"] = 2
+        checkpointer.save(2)
+
+    assert any_bench.make(state=state).restore(step=2) == 2
+    assert state == {"version": 2}
+
+
+def test_step_before_one_that_this_run_saved_is_refused(any_bench: Any) -> None:
+    checkpointer = any_bench.make(state={})
+    for step in (1, 5):
+        checkpointer.save(step).wait(timeout_seconds=30.0)
+    checkpointer.restore(step=1)
+
+    for call in (checkpointer.step, checkpointer.save):
+        with pytest.raises(StepOutOfOrder, match="step 2 comes after step 5"):
+            call(2)
+    assert numbers(any_bench) == [1, 5]
+
+
+def test_step_zero_is_saved_and_restored_like_any_other(any_bench: Any) -> None:
+    any_bench.make(state={"weights": torch.ones(3)}).save(0).wait(timeout_seconds=30.0)
+    state = {"weights": torch.zeros(3)}
+
+    assert any_bench.make(state=state).restore() == 0
+    assert state["weights"].tolist() == [1.0] * 3
+
+
+def test_second_checkpointer_of_one_run_is_refused_until_the_first_is_closed(any_bench: Any) -> None:
+    environment = any_bench.environment()
+    first = any_bench.make(environment, model={})
+    with pytest.raises(CheckpointerOpen, match="give all objects to one"):
+        any_bench.make(environment, optimizer={})
+    first.save(1).wait(timeout_seconds=30.0)
+    first.close()
+    any_bench.make(environment, model={}).save(2).wait(timeout_seconds=30.0)
+
+    assert numbers(any_bench) == [1, 2]
+
+
+def test_relative_storage_is_a_folder_from_here_with_an_agent_too(
+    any_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    any_bench.make(storage_uri="from here", state={}).save(1).wait(timeout_seconds=30.0)
+
+    assert len(list((tmp_path / "from here").rglob("manifest.json"))) == 1
 
 
 def test_launcher_fixes_the_first_restore_alone(bench: Any) -> None:

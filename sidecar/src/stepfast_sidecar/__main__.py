@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 
+from stepfast.errors import AgentError
 from stepfast_sidecar.agent import Agent
 from stepfast_sidecar.config import parse_config
 
@@ -18,7 +19,10 @@ def main() -> None:
     async def serve() -> None:
         await Agent(config).run()
 
-    asyncio.run(serve())
+    try:
+        asyncio.run(serve())
+    except (AgentError, OSError) as error:
+        sys.exit(f"stepfast-agent: {error}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ class Config:
     remove_memory: bool = False
     storage_deadline_seconds: float = 30.0  # how long one operation is repeated before its failure is told
     retry_limit_seconds: float = 30.0  # the longest pause between two tries to persist or commit a step
+    commit_patience_seconds: float = 60.0  # how long other nodes' parts of a step are waited for once it is overtaken
 
 
 def parse_config(arguments: Sequence[str]) -> Config:
@@ -49,6 +50,10 @@ def parse_config(arguments: Sequence[str]) -> Config:
         "--retry-limit", type=float, default=30.0, metavar="SECONDS",
         help="the longest pause between two tries to persist a step while the storage fails (default: 30)",
     )  # fmt: skip
+    parser.add_argument(
+        "--commit-patience", type=float, default=60.0, metavar="SECONDS",
+        help="how long other nodes' parts of a step are waited for once training has gone past it (default: 60)",
+    )  # fmt: skip
     parsed = parser.parse_args(arguments)
     if parsed.memory_limit < 0:
         parser.error("--memory-limit must not be negative")
@@ -64,4 +69,5 @@ def parse_config(arguments: Sequence[str]) -> Config:
         remove_memory=parsed.remove_memory,
         storage_deadline_seconds=parsed.storage_deadline,
         retry_limit_seconds=parsed.retry_limit,
+        commit_patience_seconds=parsed.commit_patience,
     )

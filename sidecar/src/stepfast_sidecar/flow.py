@@ -204,22 +204,30 @@ class RunFlow:
         return self._next()
 
     def persister_lost(self) -> list[Effect]:
-        """The persister died: what it had in hand is staged still; windows it had taken are lost with their step."""
+        """The persister died: what it had in hand is staged still; windows it had taken are lost."""
         for state in self._steps.values():
             state.persisting = False
-            if not state.parted:
-                state.streamed.clear()
-        freed = []
-        for key, holding in self.holdings.items():
-            if holding.held is Held.PERSISTING:
-                record = holding.record
-                is_window = record is not None and record.window_bytes < record.file_bytes
-                self.holdings[key] = (
-                    replace(holding, held=Held.FREE, record=None) if is_window else replace(holding, held=Held.STAGED)
-                )
-                freed += [holding.rank] if is_window else []
         self._blocked = True
-        return [Freed(rank=rank) for rank in sorted(set(freed))]
+        effects: list[Effect] = []
+        for key in list(self.holdings):
+            holding = self.holdings[key]
+            if holding.held is Held.PERSISTING:
+                if self._step(holding) is not None:
+                    self.holdings[key] = replace(holding, held=Held.STAGED)
+                elif holding.record is not None:
+                    effects += self.window_lost(*key, holding.record)
+        return effects
+
+    def window_lost(self, rank: int, slot: int, record: SlotRecord) -> list[Effect]:
+        """A window went with a persister that had, alone, the file's earlier ones; its slot is free.
+
+        The rank begins the file again when it asks for the next window's slot. After the last window it does not ask,
+        and training has gone on: the step is given up, so that nobody waits for it.
+        """
+        self.holdings[(rank, slot)] = replace(self.holdings[(rank, slot)], held=Held.FREE, record=None, due=False)
+        if record.window_begin + record.window_bytes >= record.file_bytes:
+            return [Freed(rank=rank), *self._free(record.step)]
+        return [Freed(rank=rank)]
 
     def give_up(self, step: int) -> list[Effect]:
         """The step's bytes cannot be persisted at all (its slot was damaged by its owner)."""
@@ -229,8 +237,11 @@ class RunFlow:
         """The step's manifest is there."""
         self._steps.setdefault(step, _Step()).committed = True
         self._wanted.discard(step)
-        for old in [s for s, state in self._steps.items() if s < step and state.committed]:
-            del self._steps[old]
+        held = {h.step for h in self.holdings.values()}
+        for old in [s for s in self._steps if s < step and s not in held]:
+            # An older step that is not whole by now never will be: each rank stages its steps in their order.
+            if self._steps[old].committed or not (self._steps[old].parted or self._is_complete(old)):
+                del self._steps[old]
 
     def want(self, step: int) -> list[Effect]:
         """Somebody waits for the step's commit."""
@@ -275,6 +286,11 @@ class RunFlow:
     def unpersisted_of(self, rank: int) -> tuple[int, ...]:
         """The rank's steps that are staged and due and not persisted."""
         return tuple(sorted(self._held_steps((Held.STAGED, Held.PERSISTING), due=True, rank=rank)))
+
+    @property
+    def is_persisting(self) -> bool:
+        """Whether the persister has something of this run in hand."""
+        return any(h.held is Held.PERSISTING for h in self.holdings.values()) or bool(self.persisting_steps())
 
     def persisting_steps(self) -> tuple[int, ...]:
         return tuple(sorted(step for step, state in self._steps.items() if state.persisting))

@@ -10,21 +10,25 @@ slot, so that a tenant who truncates one kills nobody else.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepfast.errors import MemoryBudgetTooSmall, SpecError
+from stepfast.errors import AgentError, MemoryBudgetTooSmall, SpecError
 from stepfast.layout import CHUNK_BYTES
 from stepfast.slot import CONTROL_BYTES, ControlPage, SlotState, agent_record, read_control
 from stepfast.step import JobKey
 from stepfast.tensorfile import PAGE
 
 MAX_SLOTS = 3  # one is persisted, one is the newest whole step, one is written
+_LOCK = "agent.lock"
+_LOCK_SECONDS = 5.0  # how long the agent before has to go
 _SLOT = re.compile(r"slot-([0-9]+)-([0-9]+)")
 
 
@@ -66,6 +70,10 @@ class SlotFile:
     def size_bytes(self) -> int:
         return CONTROL_BYTES + self.capacity_bytes
 
+    def has_grown(self) -> bool:
+        """Whether its rank made the file larger than it was handed out: memory that nobody granted."""
+        return self.path.stat().st_size > self.size_bytes
+
     def read_control(self) -> ControlPage:
         """What the slot says of itself; an unreadable or cut slot is an empty one."""
         try:
@@ -91,14 +99,31 @@ class SlotFile:
         return os.open(self.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
 
 
+def _lock(root: Path) -> int:
+    """Makes the folder this agent's: two would give the same slots away. The lock ends with the process."""
+    descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise AgentError(f"{root} is another agent's, which is still running") from error
+            time.sleep(0.05)  # an agent that was killed a moment ago is still being taken apart
+
+
 class MemoryTier:
     """The folder, and which jobs it holds."""
 
     def __init__(self, root: Path, limit_bytes: int) -> None:
+        """Raises AgentError when another agent has the folder."""
         self._root = root
         self._limit = limit_bytes
         self._taken = 0  # by slots that are there or being made
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = _lock(root)
 
     @property
     def free_bytes(self) -> int:

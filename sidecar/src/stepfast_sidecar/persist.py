@@ -19,16 +19,18 @@ from typing import Any
 
 from stepfast import catalog
 from stepfast.commit import FileUpload, read_manifest, try_commit, write_part
-from stepfast.errors import CheckpointError, ObjectNotFound, StorageError
+from stepfast.errors import CheckpointError, ObjectNotFound, StorageError, UploadLost
 from stepfast.histories import SaveRow, append_rows
 from stepfast.layout import (
     FileEntry,
     Manifest,
     Part,
     data_path,
+    join,
     parse_part,
     parse_step_folder,
     part_path,
+    step_folder,
 )
 from stepfast.retention import leftovers, steps_to_remove
 from stepfast.slot import CONTROL_BYTES, SlotState, read_control
@@ -36,7 +38,7 @@ from stepfast.storage.base import Store
 from stepfast.storage.download import download
 
 UPLOAD_THREADS = 4
-COMMIT_GRACE_SECONDS = 5.0  # how long agents other than rank 0's leave the manifest to it
+_COPY_SECONDS = 60.0
 
 
 class SlotDamaged(CheckpointError):
@@ -103,27 +105,26 @@ class JobPersister:
         self._spool_folder = spool_folder
         self._uploaders = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stepfast-upload")
         self._streams: dict[tuple[int, str, int, str], FileUpload] = {}
-        self._streamed: dict[tuple[int, str, int, str], FileEntry] = {}
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------ writing
 
     def persist(
         self, *, step: int, run: str, node: int, world_size: int, replicated: str, saved_time: float,
-        ranks: Sequence[int], slots: Sequence[SlotRef],
+        ranks: Sequence[int], slots: Sequence[SlotRef], streamed: Sequence[FileEntry],
     ) -> Part:  # fmt: skip
-        """Uploads the slots' files and writes this node's part. A part that is already there is done.
+        """Uploads the slots' files and writes this node's part, with the files that were streamed before.
+
+        A part that is already there is done.
 
         Raises StorageError, SlotDamaged.
         """
         try:
-            return parse_part(self._store.read(f"{self._folder}/{part_path(step, run, node)}"))
+            return parse_part(self._store.read(join(self._folder, part_path(step, run, node))))
         except ObjectNotFound:
             pass
         files = [self._upload(step, run, world_size, slot) for slot in slots]
-        with self._lock:
-            streamed = {key: entry for key, entry in self._streamed.items() if key[:2] == (step, run)}
-        files += list(streamed.values())
+        files += streamed
         part = Part(
             step=step,
             run=run,
@@ -136,9 +137,6 @@ class JobPersister:
             replicated=replicated,
         )
         write_part(self._store, self._folder, part)
-        with self._lock:
-            for key in streamed:
-                self._streamed.pop(key, None)
         return part
 
     def _upload(self, step: int, run: str, world_size: int, slot: SlotRef) -> FileEntry:
@@ -153,54 +151,58 @@ class JobPersister:
             upload.abort()
             raise
 
-    def persist_window(self, *, step: int, run: str, world_size: int, slot: SlotRef) -> bool:
-        """Uploads one window of a large file; True when the file is whole with it. Raises StorageError, SlotDamaged."""
+    def persist_window(self, *, step: int, run: str, world_size: int, slot: SlotRef) -> FileEntry | None:
+        """Uploads one window of a large file; the file's entry when it is whole with it.
+
+        Raises StorageError (the same window may be tried again) and, when the file has to be begun again, SlotDamaged
+        or UploadLost.
+        """
         key = (step, run, slot.rank, slot.name)
-        with self._lock:
-            upload = self._streams.get(key)
-            if upload is None or slot.window_begin == 0:
-                for stale in [k for k in self._streams if k[1:] == key[1:]]:
-                    self._streams.pop(stale).abort()
-                path = data_path(step, run, slot.name, slot.rank, world_size)
-                upload = self._streams[key] = FileUpload(
-                    self._store,
-                    self._folder,
-                    path,
-                    name=slot.name,
-                    rank=slot.rank,
-                    size_bytes=slot.file_bytes,
-                )
+        upload = self._stream(key, world_size, slot)
         with MappedSlot(slot) as mapped:
             upload.put(slot.window_begin, mapped.data)
             mapped.check()
         with self._lock:  # windows are stored side by side: any of them may be the one that completes the file
             if not upload.is_complete or self._streams.get(key) is not upload:
-                return False
+                return None
             del self._streams[key]
         try:
-            entry = upload.finish()
+            return upload.finish()
+        except UploadLost:
+            upload.abort()
+            raise
         except StorageError:
             with self._lock:
                 self._streams.setdefault(key, upload)  # this window comes again
             raise
-        with self._lock:
-            self._streamed[key] = entry
-        return True
 
-    def commit(self, *, step: int, run: str, leads: bool, is_stopped: Callable[[], bool]) -> Manifest | None:
-        """Waits until the step is committed, by whomever; None when stopped before. Raises StorageError."""
-        begin = time.monotonic()
-        pause = 0.05
-        while not is_stopped():
-            if leads or time.monotonic() - begin > COMMIT_GRACE_SECONDS:
-                manifest = try_commit(self._store, self._folder, step, run, is_stopped=is_stopped)
-            else:
-                manifest = read_manifest(self._store, self._folder, step)
-            if manifest is not None:
-                return manifest
-            time.sleep(pause)
-            pause = min(2.0, pause * 2)
-        return None
+    def _stream(self, key: tuple[int, str, int, str], world_size: int, slot: SlotRef) -> FileUpload:
+        """The upload that a window belongs to; a first window begins it, and ends what the rank streamed before."""
+        step, run, rank, name = key
+        with self._lock:
+            upload = self._streams.get(key)
+            if upload is None or slot.window_begin == 0:
+                for stale in [k for k in self._streams if k[1:] == key[1:]]:
+                    self._streams.pop(stale).abort()
+                path = data_path(step, run, name, rank, world_size)
+                upload = FileUpload(
+                    self._store, self._folder, path, name=name, rank=rank, size_bytes=slot.file_bytes
+                )  # fmt: skip
+                self._streams[key] = upload
+            return upload
+
+    def commit(self, *, step: int, run: str, may_write: bool) -> Manifest | None:
+        """The step's manifest, written now if it may be and all parts are there; None while it is not there.
+
+        Raises StorageError, RecordInvalid.
+        """
+        if may_write:
+            return try_commit(self._store, self._folder, step, run)
+        return read_manifest(self._store, self._folder, step)
+
+    def supersede_after(self, step: int) -> list[int]:
+        """Rolls back to the step; returns the steps that were marked superseded. Raises StorageError."""
+        return catalog.supersede_after(self._store, self._folder, step)
 
     def retain(self, *, run: str, max_to_keep: int, protected: Sequence[int]) -> list[int]:
         """Removes steps beyond `max_to_keep` and leftovers of earlier attempts; returns the removed steps."""
@@ -215,9 +217,9 @@ class JobPersister:
         for entry in self._store.list(self._folder):
             step_of = parse_step_folder(entry.name)
             if step_of is not None and step_of not in committed and step_of < max(committed, default=0):
-                folders[step_of] = [file.name for file in self._store.list(f"{self._folder}/{entry.name}")]
+                folders[step_of] = [file.name for file in self._store.list(join(self._folder, entry.name))]
         for step, name in leftovers(folders, newest_committed=max(committed, default=0), run=run):
-            self._store.delete(f"{self._folder}/global_step{step}/{name}")
+            self._store.delete(join(self._folder, join(step_folder(step), name)))
         # A folder is never removed here, however empty it looks: a step may be on its way into it.
         return removed
 
@@ -232,24 +234,28 @@ class JobPersister:
         return [found.step for found in catalog.committed_steps(self._store, self._folder)]
 
     def fetch(self, path: str) -> dict[str, Any]:
-        """Makes an object readable by a path on this machine: the file itself, or a copy that the reader removes."""
-        full = f"{self._folder}/{path}"
+        """Makes an object readable by a path on this machine: the file itself, or for a minute a nameless copy.
+
+        Nameless, so that nothing is left behind whoever dies meanwhile. Raises ObjectNotFound, StorageError.
+        """
+        full = join(self._folder, path)
         descriptor = self._store.open_file(full)
         if descriptor is not None:
             try:
                 size = os.fstat(descriptor).st_size
-                return {"path": os.readlink(f"/proc/self/fd/{descriptor}"), "size": size, "copy": False}
+                return {"path": os.readlink(f"/proc/self/fd/{descriptor}"), "size": size}
             finally:
                 os.close(descriptor)
-        handle, copy = tempfile.mkstemp(prefix="stepfast-fetch-", dir=self._spool_folder)
+        copy = tempfile.TemporaryFile(prefix="stepfast-fetch-", dir=self._spool_folder)  # noqa: SIM115  # see below
         try:
-            size = download(self._store, full, handle, self._uploaders)
+            size = download(self._store, full, copy.fileno(), self._uploaders)
         except BaseException:
-            os.unlink(copy)
+            copy.close()
             raise
-        finally:
-            os.close(handle)
-        return {"path": copy, "size": size, "copy": True}
+        letting_go = threading.Timer(_COPY_SECONDS, copy.close)  # whoever asked has opened it by then
+        letting_go.daemon = True
+        letting_go.start()
+        return {"path": f"/proc/{os.getpid()}/fd/{copy.fileno()}", "size": size}
 
     def close(self) -> None:
         """Ends threads and connections; unfinished uploads are aborted."""

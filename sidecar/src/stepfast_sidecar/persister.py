@@ -20,6 +20,7 @@ from typing import Any
 
 from stepfast.errors import StepfastError
 from stepfast.histories import SaveRow
+from stepfast.layout import parse_file_entry
 from stepfast.storage import open_store
 from stepfast_sidecar.persist import JobPersister, SlotRef
 
@@ -35,7 +36,6 @@ class Server:
         self._opened: JobPersister | None = None
         self._opening = threading.Lock()
         self._write_lock = threading.Lock()
-        self._stopped = threading.Event()
         self._pools = {
             # One step at a time: the newest wins when the one before it is done.
             "persist": ThreadPoolExecutor(1, thread_name_prefix="stepfast-persist"),
@@ -62,6 +62,7 @@ class Server:
             "commit": ("commit", self._commit),
             "steps": ("fetch", lambda: {"steps": self._persister.steps()}),
             "fetch": ("fetch", lambda path: self._persister.fetch(path)),  # noqa: PLW0108  # opens the storage there
+            "supersede": ("keep", lambda step: {"steps": self._persister.supersede_after(step)}),
             "retain": ("keep", lambda **values: {"removed": self._persister.retain(**values)}),
             "history": ("keep", self._history),
         }
@@ -85,15 +86,20 @@ class Server:
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
 
-    def _persist(self, *, slots: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
-        part = self._persister.persist(slots=[SlotRef(**slot) for slot in slots], **values)
+    def _persist(self, *, slots: list[dict[str, Any]], streamed: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
+        part = self._persister.persist(
+            slots=[SlotRef(**slot) for slot in slots],
+            streamed=[parse_file_entry(file) for file in streamed],
+            **values,
+        )
         return {"size": part.size_bytes, "time": part.persisted_time}
 
     def _window(self, *, slot: dict[str, Any], **values: Any) -> dict[str, Any]:
-        return {"done": self._persister.persist_window(slot=SlotRef(**slot), **values)}
+        file = self._persister.persist_window(slot=SlotRef(**slot), **values)
+        return {"file": file.to_document() if file is not None else None}
 
-    def _commit(self, *, step: int, run: str, leads: bool) -> dict[str, Any]:
-        manifest = self._persister.commit(step=step, run=run, leads=leads, is_stopped=self._stopped.is_set)
+    def _commit(self, **values: Any) -> dict[str, Any]:
+        manifest = self._persister.commit(**values)
         if manifest is None:
             return {"committed": False}
         return {
@@ -109,7 +115,6 @@ class Server:
 
     def close(self) -> None:
         """Ends what runs."""
-        self._stopped.set()
         for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
         if self._opened is not None:

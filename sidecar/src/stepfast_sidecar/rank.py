@@ -30,16 +30,18 @@ from stepfast.protocol import (
     SlotReady,
     Staged,
     Steps,
+    Supersede,
     Want,
     Welcome,
 )
-from stepfast.slot import CONTROL_BYTES, SlotState
+from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
 from stepfast.step import Tier
 from stepfast_sidecar.flow import Held, Holding
 from stepfast_sidecar.intake import Peer
 from stepfast_sidecar.memory import MAX_SLOTS, SlotPlan, plan_slots
 from stepfast_sidecar.persisterprocess import PersisterLost, RequestFailed
-from stepfast_sidecar.room import Room, Run, Session
+from stepfast_sidecar.room import Room
+from stepfast_sidecar.run import Run, Session
 from stepfast_sidecar.slots import RankSlots, refusal
 
 if TYPE_CHECKING:
@@ -96,7 +98,7 @@ class _RankServer:
             if self._run.sessions.get(self._rank) is self._session:
                 self._room.rank_ended(self._run, self._session)
 
-    def _handle(self, message: Message) -> None:  # noqa: C901  # a table: one case a message
+    def _handle(self, message: Message) -> None:  # noqa: C901, PLR0912  # a table: one case a message
         room, run, session = self._room, self._run, self._session
         match message:
             case Progress():
@@ -116,6 +118,8 @@ class _RankServer:
                 room.carry_out(run, run.flow.want(message.step))
             case Steps():
                 self._spawn(self._answering(message.id, self._steps(message)))
+            case Supersede():
+                self._spawn(self._answering(message.id, self._supersede(message)))
             case Fetch():
                 self._spawn(self._answering(message.id, self._fetch(message)))
             case Restored():
@@ -215,12 +219,18 @@ class _RankServer:
             async with self._room.freed:
                 holding = holding or self._choose(message, plan)
                 if holding is None:
+                    if not self._session.waiting:
+                        self._session.waiting = True
+                        self._agent.changed(True)
                     # Woken by each slot that is persisted; looked at again in any case, for a lost run's slots.
                     try:
                         await asyncio.wait_for(self._room.freed.wait(), 1.0)
                     except TimeoutError:
                         self._free_abandoned()
                     continue
+            if self._session.waiting:
+                self._session.waiting, self._session.waited_time = False, time.time()
+                self._agent.changed(True)
             file = self._slots.file(holding.slot)
             self._session.peer.send(
                 Reserved(
@@ -258,43 +268,54 @@ class _RankServer:
                 self._room.carry_out(keeper, keeper.flow.give_up(step))
 
     def _staged(self, message: Staged) -> None:
-        run = self._run
+        run, record = self._run, self._offered(message)
+        if record is None:
+            return
+        if record.window_begin > 0 and self._session.stream_broken:
+            self._room.carry_out(run, run.flow.window_lost(self._rank, message.slot, record))
+            return
+        run.replicated = record.replicated
+        run.saved.setdefault(record.step, (record.saved_time, 0))
+        if self._counts and record.window_begin + record.window_bytes >= record.file_bytes:
+            run.count_save(record.step, message.stall_seconds)
+            self._agent.metrics.staged(record.file_bytes, message.stall_seconds)
+        self._room.carry_out(run, run.flow.staged(self._rank, message.slot, record))
+
+    def _offered(self, message: Staged) -> SlotRecord | None:
+        """What the slot holds; None when it is not news. Raises ProtocolError when the rank may not say so."""
         if message.slot >= MAX_SLOTS:
             raise ProtocolError(f"slot {message.slot} is not this rank's")
-        holding = run.flow.holdings.get((self._rank, message.slot))
+        holding = self._run.flow.holdings.get((self._rank, message.slot))
         if holding is None or message.slot not in self._slots.indexes:
-            return
+            return None
         if holding.held not in (Held.RESERVED, Held.FREE):
-            return  # offered again, after the connection was lost
+            return None  # offered again, after the connection was lost
         # A higher number in a free slot: an earlier agent reserved it, and this one took over during the copy.
         if message.seq != holding.seq and not (message.seq > holding.seq and holding.held is Held.FREE):
             log.info("rank %s offers use %s of slot %s, which is not its", self._rank, message.seq, message.slot)
-            return
+            return None
         file = self._slots.file(message.slot)
         page = file.read_control()
-        record = page.record
+        if file.has_grown():
+            raise ProtocolError(f"slot {message.slot} was made larger than it is")
         if page.state in (SlotState.PERSISTED, SlotState.DROPPED):
-            return  # dealt with by an earlier agent
+            return None  # dealt with by an earlier agent
+        record = page.record
         if record is None or page.state is not SlotState.STAGED or record.seq != message.seq:
             raise ProtocolError(f"slot {message.slot} does not hold what its message says")
         if (reason := refusal(record, self._session.hello, file.capacity_bytes)) is not None:
             raise ProtocolError(f"slot {message.slot} {reason}")
-        run.replicated = record.replicated
-        run.saved.setdefault(record.step, (record.saved_time, 0))
-        if self._counts and record.window_begin + record.window_bytes >= record.file_bytes:
-            run.save_count += 1
-            run.stall_last = message.stall_seconds
-            run.stall_total += message.stall_seconds
-            run.stall_max = max(run.stall_max, message.stall_seconds)
-            run.stalls[record.step] = message.stall_seconds
-            self._agent.metrics.staged(record.file_bytes, message.stall_seconds)
-        self._room.carry_out(run, run.flow.staged(self._rank, message.slot, record))
+        return record
 
     # ------------------------------------------------------------ reading
 
     async def _steps(self, message: Steps) -> None:
         answer = await self._ask("steps")
         self._session.peer.send(CommittedSteps(id=message.id, steps=tuple(answer["steps"])))
+
+    async def _supersede(self, message: Supersede) -> None:
+        superseded = await self._room.supersede_after(message.step)
+        self._session.peer.send(CommittedSteps(id=message.id, steps=superseded))
 
     async def _fetch(self, message: Fetch) -> None:
         if not is_readable_path(message.path):
@@ -308,8 +329,6 @@ class _RankServer:
                 return
         answer = await self._ask("fetch", path=message.path)
         descriptor = os.open(answer["path"], os.O_RDONLY | os.O_CLOEXEC)
-        if answer["copy"]:
-            os.unlink(answer["path"])
         self._session.peer.send(
             Fetched(id=message.id, offset=0, size_bytes=answer["size"], tier=Tier.PERSISTENT), descriptor
         )

@@ -6,99 +6,30 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from stepfast.errors import ProtocolError
-from stepfast.histories import MAX_ROWS, SaveRow
+from stepfast.histories import SaveRow
 from stepfast.layout import job_folder, parse_data_path
-from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
+from stepfast.nodestatus import JobStatus
 from stepfast.protocol import Committed, Dropped, Hello, Message, PersistFailed
 from stepfast.slot import SlotState
 from stepfast.step import JobKey, attempt_of
 from stepfast_sidecar.config import Config
 from stepfast_sidecar.flow import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow, RunFlow
-from stepfast_sidecar.intake import Peer
+from stepfast_sidecar.history import History
 from stepfast_sidecar.memory import MemoryTier, SlotFile
 from stepfast_sidecar.metrics import Metrics
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
+from stepfast_sidecar.run import Run, Session
 from stepfast_sidecar.slots import RankSlots, misfit
 
 log = logging.getLogger(__name__)
 
 _RUNS_REMEMBERED = 8
 _RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
-
-
-@dataclass(slots=True)
-class Session:
-    """One rank's connection, or what remains of it."""
-
-    hello: Hello
-    peer: Peer
-    joined_time: float
-    alive: bool = True
-    clean: bool = False
-    ended_time: float | None = None
-    global_step: int | None = None
-    step_time: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    restored_step: int | None = None
-    restored_time: float | None = None
-    restored_tier: str | None = None
-    restore_seconds: float | None = None
-    stream_broken: bool = True  # until it begins a file: an agent that was started meanwhile has none of its windows
-
-    def status(self) -> RankStatus:
-        return RankStatus(
-            rank=self.hello.rank, pid=self.hello.pid, alive=self.alive, clean=self.clean, joined_time=self.joined_time,
-            global_step=self.global_step, step_time=self.step_time, ended_time=self.ended_time,
-            restored_step=self.restored_step, restored_time=self.restored_time, restored_tier=self.restored_tier,
-            restore_seconds=self.restore_seconds, metrics=dict(self.metrics) or None,
-        )  # fmt: skip
-
-
-@dataclass(slots=True)
-class Run:
-    """One run of the job on this node."""
-
-    flow: RunFlow
-    world_size: int
-    replicated: str = ""  # digest of the replicated state's layout; equal on all ranks
-    resume_step: int = 0
-    max_to_keep: int = 0
-    sessions: dict[int, Session] = field(default_factory=dict)
-    stalls: dict[int, float] = field(default_factory=dict)  # by step, of rank 0 or the node's first rank
-    saved: dict[int, tuple[float, int]] = field(default_factory=dict)  # by step: time, this node's bytes
-    save_count: int = 0
-    stall_total: float = 0.0
-    stall_last: float = 0.0
-    stall_max: float = 0.0
-    skipped: int = 0
-    dropped: int = 0
-    persisted_step: int | None = None
-    persisted_time: float | None = None
-    persisted_bytes: int | None = None
-    persist_failure: str | None = None
-    commit_failures: dict[int, str] = field(default_factory=dict)  # by step
-    failures: int = 0
-    final_step: int | None = None
-
-    @property
-    def leads(self) -> bool:
-        """Whether this node's agent writes the manifest first: it has rank 0."""
-        return 0 in self.sessions or any(holding.rank == 0 for holding in self.flow.holdings.values())
-
-    @property
-    def persist_error(self) -> str | None:
-        """Why persisting or committing fails at present."""
-        if self.persist_failure is None and self.commit_failures:
-            return self.commit_failures[max(self.commit_failures)]
-        return self.persist_failure
-
-    @property
-    def is_over(self) -> bool:
-        return bool(self.sessions) and not any(session.alive for session in self.sessions.values())
+_COMMIT_POLL_SECONDS = (0.05, 2.0)  # the first and the longest pause while other nodes' parts are waited for
+_COMMIT_GRACE_SECONDS = 5.0  # how long agents other than rank 0's leave the manifest to it
 
 
 class Room:
@@ -127,8 +58,7 @@ class Room:
             arguments += ["--spool-folder", str(config.spool_folder)]
         self.persister = PersisterProcess(arguments, on_lost=self._persister_lost)
         self.freed = asyncio.Condition()
-        self._rows: list[dict[str, Any]] = []  # of checkpointHistories.csv, not yet written
-        self._writing_rows = False
+        self._history = History(job, self.persister, self._retry_seconds)
 
     # ------------------------------------------------------------ runs and ranks
 
@@ -143,6 +73,7 @@ class Room:
         """The run that a rank says hello from, new or known."""
         run = self.runs.get(hello.run)
         if run is None:
+            self._forget_old_runs()
             run = self.runs[hello.run] = Run(
                 flow=RunFlow(hello.run, hello.local_world_size), world_size=hello.world_size
             )
@@ -152,6 +83,11 @@ class Room:
         sizes = {name: known.flow.local_world_size for name, known in list(self.runs.items())[-_RUNS_REMEMBERED:]}
         self._memory.remember(self.job, {"storageUri": self.storage_uri, "localWorldSizes": sizes})
         return run
+
+    def _forget_old_runs(self) -> None:
+        """A job that restarts for ever must not grow here: of attempts long over only the storage's account stays."""
+        for name in [name for name, run in list(self.runs.items())[:-_RUNS_REMEMBERED] if run.is_empty]:
+            del self.runs[name]
 
     def adopt(self, slots: Mapping[int, list[SlotFile]], local_world_sizes: Mapping[str, object]) -> None:
         """Takes over what an earlier agent left: what was staged is persisted, what was persisted may be restored."""
@@ -233,6 +169,7 @@ class Room:
                 saved_time=saved_time,
                 ranks=ranks,
                 slots=[self._slot_ref(holding) for holding in effect.holdings],
+                streamed=run.streamed_files(effect.step),
             )
         except PersisterLost:
             return  # the flow heard of it already, and a retry is under way
@@ -241,6 +178,7 @@ class Room:
             return
         self._metrics.persisted(answer["size"], time.monotonic() - begin)
         run.saved[effect.step] = (saved_time, answer["size"])
+        run.forget_streamed(effect.step)
         for holding in effect.holdings:
             self._note_verdict(holding, SlotState.PERSISTED)
         run.failures, run.persist_failure = 0, None
@@ -267,62 +205,83 @@ class Room:
                 run.failures += 1
                 run.persist_failure = f"step {record.step} is not persisted: {self._why(error)}"
                 self._metrics.failed(error.kind)
-                if error.kind == "SlotDamaged":
+                if error.kind in ("SlotDamaged", "UploadLost"):
+                    log.error("%s: step %s is given up: %s", self.job, record.step, error)
                     self.carry_out(run, run.flow.give_up(record.step))
                     return
                 self._changed(False)
                 await asyncio.sleep(self._retry_seconds(run.failures))
+                if run.flow.holdings.get((holding.rank, holding.slot)) != holding:
+                    return  # the persister died meanwhile, and the window went with it
         run.failures, run.persist_failure = 0, None
         run.saved[record.step] = (record.saved_time, 0)
-        self.carry_out(run, run.flow.window_persisted(holding.rank, holding.slot, file_done=answer["done"]))
+        if answer["file"] is not None:
+            run.streamed[(record.step, record.rank, record.name)] = answer["file"]
+        is_done = answer["file"] is not None
+        self.carry_out(run, run.flow.window_persisted(holding.rank, holding.slot, file_done=is_done))
 
     async def _commit(self, run: Run, step: int) -> None:
-        """Until the step's manifest is there; failures of the storage are retried for as long as the agent lives."""
-        failures = 0
+        """Until the step's manifest is there, by whomever, or nobody will complete it any more."""
+        begin, failures, pause = time.monotonic(), 0, _COMMIT_POLL_SECONDS[0]
         while True:
+            waited = time.monotonic() - begin
             try:
-                answer = await self.persister.request("commit", step=step, run=run.flow.run, leads=run.leads)
-                break
+                answer = await self.persister.request(
+                    "commit", step=step, run=run.flow.run, may_write=run.leads or waited > _COMMIT_GRACE_SECONDS
+                )
             except (PersisterLost, RequestFailed) as error:
                 if self.persister.is_closed:
                     return
                 failures += 1
                 self._commit_failed(run, step, error)
                 await asyncio.sleep(self._retry_seconds(failures))
-        run.commit_failures.pop(step, None)
-        if not answer["committed"]:
-            return
+                continue
+            run.commit_failures.pop(step, None)
+            if answer["committed"]:
+                self._committed(run, step, answer)
+                return
+            if waited > self._config.commit_patience_seconds and self._is_overtaken(run, step):
+                log.error("%s: step %s is given up: another node never wrote its part of it", self.job, step)
+                self.carry_out(run, run.flow.give_up(step))
+                return
+            await asyncio.sleep(pause)
+            pause = min(_COMMIT_POLL_SECONDS[1], pause * 2)
+
+    def _is_overtaken(self, run: Run, step: int) -> bool:
+        """Whether training stands on something newer than a step that not all nodes have persisted."""
+        newer = (other.persisted_step for other in self.runs.values() if other.persisted_step is not None)
+        return max(newer, default=step) > step or not self._is_newest(run)
+
+    def _is_newest(self, run: Run) -> bool:
+        return max(self.runs, key=attempt_of) == run.flow.run
+
+    def _committed(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
         run.flow.committed(step)
-        if run.persisted_step is None or step >= run.persisted_step:
-            run.persisted_step, run.persisted_time = step, answer["time"]
-            run.persisted_bytes = answer["size"]
+        run.count_commit(step, answer["time"], answer["size"])
         self._metrics.committed()
         self._push(run, Committed(step=step, committed_time=answer["time"]))
         self._changed(True)
         if run.leads:
-            await self._keep(run, step, answer)
+            saved_time = run.saved.get(step, (answer["time"], 0))[0]
+            self._note(run.history_row(step, "Committed", answer["time"] - saved_time, answer["size"]))
+            if self._is_newest(run):
+                self._spawn(self._retain(run, step), "retention")
 
-    async def _keep(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
-        """The history and retention, after a commit; neither can harm what is committed."""
-        saved_time = run.saved.get(step, (answer["time"], 0))[0]
-        self._note(self._row(run, step, "Committed", answer["time"] - saved_time, answer["size"]))
+    async def _retain(self, run: Run, step: int) -> None:
+        """After a commit; cannot harm what is committed."""
         try:
-            newest = max(self.runs, key=attempt_of) == run.flow.run
-            if newest:
-                protected = [run.resume_step] if run.resume_step else []
-                await self.persister.request(
-                    "retain", run=run.flow.run, max_to_keep=run.max_to_keep, protected=protected
-                )
+            restored = {session.restored_step for session in run.sessions.values()}
+            protected = sorted({step for step in (run.resume_step, *restored) if step})
+            await self.persister.request("retain", run=run.flow.run, max_to_keep=run.max_to_keep, protected=protected)
         except (PersisterLost, RequestFailed) as error:
             log.warning("%s: after the commit of step %s: %s", self.job, step, error)
 
-    def _row(self, run: Run, step: int, outcome: str, duration: float | None, size: int) -> dict[str, Any]:
-        row = SaveRow(
-            global_step=step, run=run.flow.run, outcome=outcome, saved_time=run.saved.get(step, (time.time(), 0))[0],
-            stall_seconds=run.stalls.pop(step, 0.0), duration_seconds=duration, size_bytes=size,
-            world_size=run.world_size,
-        )  # fmt: skip
-        return {name: getattr(row, name) for name in SaveRow.__dataclass_fields__}
+    async def supersede_after(self, step: int) -> tuple[int, ...]:
+        """Rolls the job back to that step; returns the superseded ones. Raises PersisterLost, RequestFailed."""
+        answer = await self.persister.request("supersede", step=step)
+        if answer["steps"]:
+            log.warning("%s: steps %s are superseded: training goes on from step %s", self.job, answer["steps"], step)
+        return tuple(answer["steps"])
 
     def _why(self, error: PersisterLost | RequestFailed) -> str:
         """The failure's cause and the storage that it is of; paths in it are relative to that."""
@@ -355,12 +314,13 @@ class Room:
         self.carry_out(run, run.flow.retry())
 
     def _persister_lost(self) -> None:
+        self._metrics.failed("PersisterLost")
         for run in self.runs.values():
-            run.failures += 1
-            run.persist_failure = "the persister died; it is started again"
-            self._metrics.failed("PersisterLost")
             for session in run.sessions.values():
                 session.stream_broken = True
+            if run.flow.is_persisting:
+                run.failures += 1
+                run.persist_failure = "the persister died; it is started again"
             self.carry_out(run, run.flow.persister_lost())
             self._spawn(self._retry(run), "retry")
 
@@ -380,34 +340,16 @@ class Room:
         step = effect.step
         for holding in effect.holdings:
             self._note_verdict(holding, SlotState.DROPPED)
+        run.forget_streamed(step)
         run.dropped += 1
         self._metrics.dropped()
         self._push(run, Dropped(step=step))
         if run.leads:
-            self._note(self._row(run, step, "Dropped", None, run.saved.get(step, (0.0, 0))[1]))
+            self._note(run.history_row(step, "Dropped", None, run.saved.get(step, (0.0, 0))[1]))
 
-    def _note(self, row: dict[str, Any]) -> None:
-        self._rows = [*self._rows, row][-MAX_ROWS:]
-        if not self._writing_rows:
-            self._writing_rows = True
-            self._spawn(self._write_rows(), "history")
-
-    async def _write_rows(self) -> None:
-        """Until no row is left: one request at a time, with all that came meanwhile, while the agent lives."""
-        failures = 0
-        try:
-            while self._rows and not self.persister.is_closed:
-                rows, self._rows = self._rows, []
-                try:
-                    await self.persister.request("history", rows=rows)
-                    failures = 0
-                except (PersisterLost, RequestFailed) as error:
-                    self._rows = [*rows, *self._rows][-MAX_ROWS:]
-                    failures += 1
-                    log.warning("%s: checkpointHistories.csv: %s", self.job, error)
-                    await asyncio.sleep(self._retry_seconds(failures))
-        finally:
-            self._writing_rows = False
+    def _note(self, row: SaveRow) -> None:
+        if self._history.add(row):
+            self._spawn(self._history.write(), "history")
 
     def wake(self) -> None:
         """Lets waiting reservations look again."""
@@ -455,27 +397,7 @@ class Room:
     def status(self) -> list[JobStatus]:
         """The newest runs, for the node's status."""
         newest = sorted(self.runs, key=attempt_of)[-2:]
-        return [self._run_status(run, self.runs[run]) for run in newest]
-
-    def _run_status(self, name: str, run: Run) -> JobStatus:
-        return JobStatus(
-            job=self.job,
-            run=name,
-            world_size=run.world_size,
-            ranks=tuple(session.status() for _, session in sorted(run.sessions.items())),
-            saves=SaveStatus(
-                count=run.save_count, stall_seconds_total=run.stall_total, stall_seconds_last=run.stall_last,
-                stall_seconds_max=run.stall_max, skipped=run.skipped, dropped=run.dropped,
-            ),
-            latest_memory_step=run.flow.memory_step(),
-            latest_persisted_step=run.persisted_step,
-            latest_persisted_time=run.persisted_time,
-            latest_persisted_bytes=run.persisted_bytes,
-            pending_bytes=run.flow.pending_bytes(),
-            pending_steps=tuple(run.flow.pending_steps()),
-            persist_error=run.persist_error,
-            final_step=run.final_step,
-        )  # fmt: skip
+        return [self.runs[run].status(self.job) for run in newest]
 
     def memory_bytes(self) -> int:
         """What the job's slots take of the memory tier."""
@@ -519,11 +441,7 @@ class Room:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to persist, to commit or to note."""
-        return (
-            not self._rows
-            and not self._writing_rows
-            and not any(run.flow.pending_steps() for run in self.runs.values())
-        )
+        return self._history.is_idle and not any(run.flow.pending_steps() for run in self.runs.values())
 
     async def close(self) -> None:
         """Ends the persister and everything under way."""
@@ -543,5 +461,5 @@ class Room:
             log.error("%s failed", task.get_name(), exc_info=error)
 
     def _retry_seconds(self, failures: int) -> float:
-        pause = _RETRY_SECONDS[min(failures, len(_RETRY_SECONDS)) - 1]
+        pause = _RETRY_SECONDS[min(max(failures, 1), len(_RETRY_SECONDS)) - 1]
         return min(pause, self._config.retry_limit_seconds)

@@ -29,6 +29,7 @@ from stepfast.protocol import (
     Reserve,
     Reserved,
     Steps,
+    Supersede,
     Welcome,
     encode,
 )
@@ -169,6 +170,12 @@ class RankClient:
         """The job's committed steps, ascending. Raises StorageError."""
         request = next(self._ids)
         message, _ = self._ask(request, Steps(id=request), timeout_seconds)
+        return _expect(message, CommittedSteps).steps
+
+    def supersede_after(self, step: int, timeout_seconds: float = 120.0) -> tuple[int, ...]:
+        """Marks committed steps above this one superseded; returns those. Raises StorageError."""
+        request = next(self._ids)
+        message, _ = self._ask(request, Supersede(id=request, step=step), timeout_seconds)
         return _expect(message, CommittedSteps).steps
 
     def fetch(self, path: str, *, refresh: bool = False) -> tuple[Fetched, int]:

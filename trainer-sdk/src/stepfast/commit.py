@@ -6,7 +6,7 @@ The same code serves the agent's persister and an SDK without an agent. What may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future, wait
 
 from stepfast.checksum import checksum
@@ -110,9 +110,7 @@ def parts_of(store: Store, folder: str, step: int, run: str) -> Sequence[Part]:
     return parts
 
 
-def try_commit(
-    store: Store, folder: str, step: int, run: str, *, is_stopped: Callable[[], bool] = lambda: False
-) -> Manifest | None:
+def try_commit(store: Store, folder: str, step: int, run: str) -> Manifest | None:
     """Writes the manifest if the parts of (step, run) cover all ranks; returns the step's manifest, or None.
 
     A manifest that is already there wins, whichever run wrote it: a committed step is never replaced.
@@ -121,7 +119,7 @@ def try_commit(
     if (existing := read_manifest(store, folder, step)) is not None:
         return existing
     manifest = manifest_of(parts_of(store, folder, step, run))
-    if manifest is None or is_stopped():
+    if manifest is None:
         return None
     if store.create(join(folder, manifest_path(step)), manifest.to_bytes()):
         return manifest

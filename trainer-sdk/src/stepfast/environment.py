@@ -70,7 +70,7 @@ def read_environment(values: Mapping[str, str] | None = None, *, script: str | N
         world_size=world_size,
         local_world_size=local_world_size,
         node=_number(settings, "node", rank // local_world_size, int),
-        storage_uri=env.get("STEPFAST_STORAGE_URI") or Path(DEFAULT_STORAGE).absolute().as_uri(),
+        storage_uri=absolute_storage_uri(env.get("STEPFAST_STORAGE_URI") or DEFAULT_STORAGE),
         socket=env.get("STEPFAST_SOCKET") or None,
         resume_step=int(resume) if resume and not restarts else None,
         memory_bytes=_integer({"STEPFAST_MEMORY_BUFFER_SIZE": memory}, "STEPFAST_MEMORY_BUFFER_SIZE", 0),
@@ -80,6 +80,11 @@ def read_environment(values: Mapping[str, str] | None = None, *, script: str | N
         on_busy=_on_busy(settings.get("onBusy", OnBusy.WAIT)),
         mtbf_seconds=_number(settings, "mtbfSeconds", DEFAULT_MTBF_SECONDS, float),
     )
+
+
+def absolute_storage_uri(text: str) -> str:
+    """A path of this machine as a `file://` URI, any other URI as it is: an agent has another working directory."""
+    return text if "://" in text else Path(text).expanduser().absolute().as_uri()
 
 
 def _settings(text: str) -> dict[str, object]:

@@ -6,17 +6,20 @@ StepfastError
 │   ├── CheckpointDamaged        stored bytes are not what was saved; names file and step
 │   ├── CheckpointUnsafe         holds pickled objects; needs weights_only=False
 │   ├── CheckpointMismatch       does not fit the objects or the world size it is restored into
+│   ├── StepOutOfOrder           an older step than this run has saved already
 │   └── StateUnsupported         the state holds something that cannot be saved
 ├── StorageError                 something about the storage
 │   ├── ObjectNotFound           the object is not there
 │   ├── StorageForbidden         no permission, read-only, bad credentials: fix and retry
 │   ├── StorageFull              no space left
-│   └── StorageUnavailable       the store does not answer, throttles or fails: retried, then raised
+│   ├── StorageUnavailable       the store does not answer, throttles or fails: retried, then raised
+│   └── UploadLost               bytes that were written are gone: the object has to be uploaded anew
 ├── AgentError                   something between SDK and agent
 │   ├── ProtocolError            a frame that breaks the protocol
 │   │   └── ProtocolMismatch     SDK and agent speak different versions
 │   ├── AgentUnavailable         no agent behind the socket
 │   └── MemoryBudgetTooSmall     the memory budget cannot hold even one chunk
+├── CheckpointerOpen             a second Checkpointer of one run in one process
 ├── GangError                    the ranks of a gang do not agree
 └── SpecError                    a manifest or an option is wrong; names the field
 """
@@ -64,6 +67,10 @@ class CheckpointMismatch(CheckpointError):
     """The checkpoint does not fit what it is to be restored into."""
 
 
+class StepOutOfOrder(CheckpointError):
+    """An older step than this run has saved already: a run has one history. Roll back in a new process."""
+
+
 class StateUnsupported(CheckpointError):
     """The state holds something that cannot be saved; the message names where and what."""
 
@@ -85,7 +92,16 @@ class StorageFull(StorageError):
 
 
 class StorageUnavailable(StorageError):
-    """The storage does not answer, throttles or fails. It was retried until the deadline."""
+    """The storage does not answer, throttles or fails. It was retried until the deadline.
+
+    `retry_after_seconds`: how long the service asked to be left alone; 0 when it did not say.
+    """
+
+    retry_after_seconds: float = 0.0
+
+
+class UploadLost(StorageError):
+    """An upload cannot be finished: the system could not keep bytes that it had taken. Begin the object again."""
 
 
 class AgentError(StepfastError):
@@ -106,6 +122,10 @@ class AgentUnavailable(AgentError):
 
 class MemoryBudgetTooSmall(AgentError):
     """The rank's share of the memory budget cannot hold even one chunk."""
+
+
+class CheckpointerOpen(StepfastError):
+    """This process has a Checkpointer of this run already: give it all objects, or close it first."""
 
 
 class GangError(StepfastError):

@@ -324,6 +324,11 @@ def check_part(ref: PartRef, record: bytes) -> Part:
     return parse_part(record)
 
 
+def parse_file_entry(document: Mapping[str, object]) -> FileEntry:
+    """Reads `FileEntry.to_document`'s result; every value is checked. Raises RecordInvalid."""
+    return _parse_file(_Document(document))
+
+
 def _parse_file(doc: _Document) -> FileEntry:
     chunk_bytes = doc.integer("chunkBytes", 1, 2**40)
     size = doc.integer("sizeBytes", 0, 2**62)

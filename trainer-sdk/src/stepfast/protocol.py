@@ -162,6 +162,20 @@ class Steps(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Supersede(Message):
+    """Rolls the job back: every committed step above this one (-1: every one) is marked superseded.
+
+    Answered by CommittedSteps, with those that were superseded, or Failure.
+    """
+
+    id: int
+    step: int
+
+    def __post_init__(self) -> None:
+        _check_step(max(0, self.step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch(Message):
     """Asks for an object of the job's folder, read-only; answered by Fetched with a descriptor, or Failure.
 
@@ -317,7 +331,9 @@ class Status(Message):
     document: str
 
 
-FROM_RANK = (Hello, Expect, Reserve, Staged, Skipped, Progress, Restored, Steps, Fetch, Want, FinalSaved, Bye)
+FROM_RANK = (
+    Hello, Expect, Reserve, Staged, Skipped, Progress, Restored, Steps, Supersede, Fetch, Want, FinalSaved, Bye,
+)  # fmt: skip
 FROM_SUPERVISOR = (Watch, RequestSave, FlushRun)
 FROM_AGENT = (
     Welcome, Reserved, SlotReady, Failure, CommittedSteps, Fetched, Committed, PersistFailed, Dropped,

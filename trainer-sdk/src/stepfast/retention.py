@@ -29,9 +29,13 @@ def leftovers(folders: Mapping[int, Collection[str]], *, newest_committed: int, 
     for step, names in sorted(folders.items()):
         if step >= newest_committed or MANIFEST in names:
             continue
-        for name in sorted(names):
-            kind = classify(name)
-            if kind.kind in ("data", "part") and kind.run is not None and _is_older(kind.run, run):
+        kinds = {name: classify(name) for name in sorted(names)}
+        # What was committed once is kept when it is rolled back.
+        superseded = {kind.run for kind in kinds.values() if kind.kind == "superseded"}
+        for name, kind in kinds.items():
+            if kind.run is None or kind.run in superseded:
+                continue
+            if kind.kind in ("data", "part") and _is_older(kind.run, run):
                 swept.append((step, name))
     return swept
 

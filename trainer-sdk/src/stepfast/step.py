@@ -11,6 +11,7 @@ from stepfast.errors import SpecError
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_RANK_OF = re.compile(r"-[0-9]{5,}-of-[0-9]{5,}(-|$)")  # what follows the name in a file's path
 
 MAX_STEP = 2**62
 MAX_WORLD_SIZE = 1_000_000
@@ -72,4 +73,4 @@ def is_run(text: str) -> bool:
 
 def is_file_name(text: str) -> bool:
     """Whether the text may be the name of a rank's file in a step, as `state` or `model`."""
-    return _FILE_NAME.fullmatch(text) is not None and ".." not in text
+    return _FILE_NAME.fullmatch(text) is not None and ".." not in text and not _RANK_OF.search(text)

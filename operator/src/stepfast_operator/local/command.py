@@ -11,6 +11,7 @@ import typer
 import yaml
 from rich.console import Console
 
+from stepfast.environment import absolute_storage_uri
 from stepfast.errors import SpecError, StepfastError
 from stepfast_operator.local.session import Outcome, Surroundings, run_session
 from stepfast_operator.local.summary import print_summary, write_summary
@@ -57,7 +58,7 @@ def run(  # noqa: PLR0917 - typer calls it by keyword
         "trainer.numNodes": nnodes,
         "trainer.numProcPerNode": _processes(nproc_per_node),
         "failurePolicy.maxRestarts": max_restarts,
-        "checkpoint.storageUri": _storage_uri(storage),
+        "checkpoint.storageUri": absolute_storage_uri(storage) if storage is not None else None,
         "checkpoint.memory.sizeLimit": memory,
         "checkpoint.interval": interval,
         "checkpoint.resumePolicy": "Step" if resume_from_step is not None else resume_policy,
@@ -77,11 +78,6 @@ def run(  # noqa: PLR0917 - typer calls it by keyword
         sys.stderr.write(f"stepfast run: {error}\n")
         raise typer.Exit(1) from None
     raise typer.Exit(outcome.exit_code)
-
-
-def _storage_uri(text: str | None) -> str | None:
-    """A plain path means a folder, from here: the script may run elsewhere."""
-    return text if text is None or "://" in text else f"file://{Path(text).absolute()}"
 
 
 def _processes(text: str | None) -> int | str | None:
@@ -148,7 +144,7 @@ def _run(job: TrainingJob) -> Outcome:
     root = Path.cwd() / ".stepfast"
     surroundings = Surroundings(
         state_root=root / "jobs",
-        storage_uri=f"file://{root / 'checkpoints'}",
+        storage_uri=absolute_storage_uri(str(root / "checkpoints")),
         open_store=open_store,
         connect=NodeClient,
     )

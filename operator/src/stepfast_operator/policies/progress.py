@@ -10,19 +10,23 @@ def last_progress_time(observed: Observed, attempt: Attempt) -> float | None:
     """When the slowest living rank last reached a new step, or the gang started; None while no rank uses the
     SDK.
 
-    Ranks that said goodbye are done and are not waited for; a script that never uses the SDK is never called
+    A rank that waits for memory stands still because of the storage, which no restart would mend: that counts as
+    progress. Ranks that said goodbye are done and are not waited for; a script that never uses the SDK is never called
     hung.
     """
     ranks = [rank for report in observed.reports_of(attempt.run) for rank in report.ranks if rank.alive]
     if not ranks or observed.gang is None:
         return None
+    if any(rank.waiting for rank in ranks):
+        return observed.now
     started = observed.gang.launched_time
     slowest = min(-1 if rank.global_step is None else rank.global_step for rank in ranks)
     behind = [rank for rank in ranks if (-1 if rank.global_step is None else rank.global_step) == slowest]
     # A rank without a step has just joined: the gang's first, or an agent that was restarted and knows no
     # steps yet.
     times = [rank.joined_time if rank.step_time is None else rank.step_time for rank in behind]
-    return max([started, *times])
+    waits = [rank.waited_time for rank in ranks if rank.waited_time is not None]
+    return max([started, *times, *waits])
 
 
 def hang_left_seconds(observed: Observed, attempt: Attempt) -> float | None:

@@ -21,7 +21,7 @@ from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
 from azure.storage.blob import BlobBlock
 from azure.storage.blob.aio import BlobPrefix
 
-from stepfast.errors import ObjectNotFound, StorageForbidden, StorageUnavailable
+from stepfast.errors import ObjectNotFound, StorageForbidden, UploadLost
 from stepfast.layout import CHUNK_BYTES
 from stepfast.storage.azurefaults import AZURE_ERRORS, azure_error, error_code
 from stepfast.storage.base import ObjectInfo, Probe, Upload
@@ -333,7 +333,8 @@ class AzureUpload:
             return True
 
         if not self._store.call("upload", self._path, call):
-            raise StorageUnavailable(f"upload {self._path}: another writer finished it meanwhile; upload it again")
+            self._is_over = True
+            raise UploadLost(f"upload {self._path}: another writer finished it meanwhile")
         self._is_over = True
         self._store.call_probe("upload.finish:after", self._path)
 
@@ -345,7 +346,7 @@ class AzureUpload:
 
     def _check_alive(self) -> None:
         if self._is_over:
-            raise StorageUnavailable(f"upload {self._path}: the upload was ended meanwhile")
+            raise UploadLost(f"upload {self._path}: the upload was ended meanwhile")
 
 
 class _Body:

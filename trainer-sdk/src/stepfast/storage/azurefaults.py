@@ -40,14 +40,26 @@ def _response_error(error: HttpResponseError, doing: str) -> StorageError:
     if status == 507 or code in _FULL:
         return StorageFull(message)
     if code in _PASSING or status in {408, 429}:
-        return StorageUnavailable(message)
+        return _unavailable(message, error)
     if status == 404:
         return ObjectNotFound(message)
     if status is None and isinstance(error, ClientAuthenticationError):
         return StorageForbidden(message)  # no credential was found at all
     if status is not None and 400 <= status < 500:
         return StorageForbidden(message)
-    return StorageUnavailable(message)
+    return _unavailable(message, error)
+
+
+def _unavailable(message: str, error: HttpResponseError) -> StorageUnavailable:
+    """With what the service said of when to come back: seconds, or milliseconds in a header of its own."""
+    unavailable = StorageUnavailable(message)
+    headers = getattr(error.response, "headers", {})
+    for header, unit_seconds in (("x-ms-retry-after-ms", 0.001), ("Retry-After", 1.0)):
+        text = str(headers.get(header, ""))
+        if text.isdigit():
+            unavailable.retry_after_seconds = int(text) * unit_seconds
+            break
+    return unavailable
 
 
 def _first_line(error: Exception) -> str:

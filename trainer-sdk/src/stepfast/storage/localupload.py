@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from stepfast.errors import StorageUnavailable
+from stepfast.errors import UploadLost
 from stepfast.storage.base import Probe
 from stepfast.storage.chunks import ChunkLedger
 from stepfast.storage.faults import storage_error
@@ -66,15 +66,14 @@ class LocalUpload:
         self._ledger.check_complete()
         if self._probe is not None:
             self._probe("upload.finish:before", self._path)
-        try:
-            with self._writing():
-                # Never again after an error: the kernel forgets what it could not write, and says yes next
-                # time.
+        with self._writing():
+            try:
                 os.fsync(self._buffered)
-            self._try(lambda: os.replace(self._temp, self._target))
-            sync_folder(self._target.parent)
-        except OSError as error:
-            raise storage_error(error, self._doing()) from error
+            except OSError as error:
+                # Never again: the kernel forgets what it could not write, and says yes the next time.
+                self.abort()
+                raise UploadLost(str(storage_error(error, self._doing()))) from error
+        self._try(self._make_visible)
         self._end()
         if self._probe is not None:
             self._probe("upload.finish:after", self._path)
@@ -82,6 +81,11 @@ class LocalUpload:
     def abort(self) -> None:
         if self._end():
             remove_quietly(self._temp)
+
+    def _make_visible(self) -> None:
+        if self._temp.exists():  # else it was renamed by a try whose folder could not be synced
+            os.replace(self._temp, self._target)
+        sync_folder(self._target.parent)
 
     def _write(self, offset: int, view: memoryview) -> None:
         whole = len(view) - len(view) % ALIGNMENT_BYTES
@@ -114,7 +118,7 @@ class LocalUpload:
         later."""
         with self._lock:
             if self._has_ended():
-                raise StorageUnavailable(f"{self._doing()}: the upload was ended meanwhile")
+                raise UploadLost(f"{self._doing()}: the upload was ended meanwhile")
             self._writers += 1
         try:
             yield

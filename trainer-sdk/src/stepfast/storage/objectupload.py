@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from stepfast.errors import StorageUnavailable
+from stepfast.errors import StorageUnavailable, UploadLost
 from stepfast.storage.base import Probe
 from stepfast.storage.chunks import ChunkLedger
 from stepfast.storage.faults import storage_error
@@ -47,7 +47,7 @@ class BufferedUpload:
         self._ledger.check(offset, data.nbytes)
         _call(self._probe, "upload.put:before", self._path)
         if self._data is None:
-            raise StorageUnavailable(f"upload {self._path}: the upload was ended meanwhile")
+            raise UploadLost(f"upload {self._path}: the upload was ended meanwhile")
         self._data[offset : offset + data.nbytes] = data
         self._ledger.mark(offset)
         _call(self._probe, "upload.put:after", self._path)
@@ -56,7 +56,7 @@ class BufferedUpload:
         self._ledger.check_complete()
         _call(self._probe, "upload.finish:before", self._path)
         if self._data is None:
-            raise StorageUnavailable(f"upload {self._path}: the upload was ended meanwhile")
+            raise UploadLost(f"upload {self._path}: the upload was ended meanwhile")
         try:
             self._write(bytes(self._data))
         except OSError as error:
@@ -138,7 +138,7 @@ class StreamedUpload:
 
     def _check_alive(self) -> None:
         if self._is_over:
-            raise StorageUnavailable(f"upload {self._path}: the upload was ended meanwhile")
+            raise UploadLost(f"upload {self._path}: the upload was ended meanwhile")
 
     def _do(self, operation: Callable[[], object]) -> None:
         try:

@@ -30,7 +30,8 @@ class Retry:
     """How long, and how often, an operation is tried.
 
     Before attempt n there is a pause of a random part of `first_delay_seconds * 2**(n-1)`, at most
-    `max_delay_seconds` (full jitter: writers that failed together do not come back together).
+    `max_delay_seconds` (full jitter: writers that failed together do not come back together), after the time that
+    the service asked to be left alone.
     """
 
     deadline_seconds: float = 60.0
@@ -51,6 +52,7 @@ class Retry:
                 return operation(Attempt(number=number, remaining_seconds=max(remaining, 0.0)))
             except StorageUnavailable as error:
                 delay = self.jitter() * min(self.max_delay_seconds, self.first_delay_seconds * 2**number)
+                delay += error.retry_after_seconds
                 elapsed = self.clock() - start
                 number += 1
                 if elapsed + delay >= self.deadline_seconds:

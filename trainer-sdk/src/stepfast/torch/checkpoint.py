@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,10 +20,13 @@ from typing import Any
 import torch
 
 from stepfast.admission import Decision, Interval, Pace, RankReport, Request, decide_save
-from stepfast.environment import Environment, read_environment
+from stepfast.environment import Environment, absolute_storage_uri, read_environment
 from stepfast.errors import (
+    AgentError,
     AgentUnavailable,
+    CheckpointerOpen,
     CheckpointNotFound,
+    StepOutOfOrder,
     StorageError,
     StorageUnavailable,
 )
@@ -45,6 +49,10 @@ log = logging.getLogger("stepfast")
 _FINAL_WAIT_SECONDS = 3600.0
 _INITIAL_STALL_SECONDS = 0.05
 _OUTCOMES_KEPT = 100
+_SCRATCH = -1  # before step 0, which can be saved
+
+
+_OPEN: weakref.WeakValueDictionary[tuple[str, str], Checkpointer] = weakref.WeakValueDictionary()
 
 
 def every(*, steps: int | None = None, seconds: float | None = None) -> Interval:
@@ -97,9 +105,10 @@ class Checkpointer:
         environment: Environment | None = None,
         **objects: Any,
     ) -> None:
+        self._closed = False
         self._environment = environment if environment is not None else read_environment()
         if storage_uri is not None:
-            self._environment = replace(self._environment, storage_uri=storage_uri)
+            self._environment = replace(self._environment, storage_uri=absolute_storage_uri(storage_uri))
         self._interval = _interval_of(interval, self._environment)
         self._objects = ObjectSet(objects, replicated)
         self._name, self._weights_only = name, weights_only
@@ -109,6 +118,7 @@ class Checkpointer:
             # torchrun's id may be used again (a fixed --rdzv-id, a requeued job): parts of two runs must never mix.
             run = self._gang.exchange("run", run_id(uuid.uuid4().hex[:12], 1))[0]
             self._environment = replace(self._environment, run=run, is_run_unique=True)
+        self._claim()
         self._store: Store | None = None
         self._direct: DirectSaver | None = None
         self._link = self._connect()
@@ -125,6 +135,9 @@ class Checkpointer:
             self._source, self._gang, self._environment, self._objects, name=name, weights_only=weights_only
         )
         self._next_step = 0
+        # What training goes on from: before its first save, committed steps above it are superseded. None: nothing
+        # newer can be there. A training that never restores begins a history of its own.
+        self._branch_step: int | None = _SCRATCH
         now = time.monotonic()
         self._pace = Pace(
             now=now, step_seconds=0.0, last_save_step=0, last_save_time=now, last_due_time=None,
@@ -132,15 +145,23 @@ class Checkpointer:
         )  # fmt: skip
         self._last_step: tuple[int, float] | None = None
         self._announced = False
-        self._closed = False
         atexit.register(self._at_exit)
+
+    def _claim(self) -> None:
+        """One process saves a run's step once: a second Checkpointer's objects would be taken for it, or lost."""
+        key = (str(self._environment.job), self._environment.run)
+        if (other := _OPEN.get(key)) is not None and not other._closed:
+            raise CheckpointerOpen(
+                f"this process has a Checkpointer of job {key[0]} already: give all objects to one, or close it first"
+            )
+        _OPEN[key] = self
 
     # ------------------------------------------------------------ in the loop
 
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> Saved | None:
         """Call after each step: tells that it is done, and saves when the interval says so.
 
-        metrics: numbers (or 0-d tensors) to show beside the progress.
+        metrics: numbers (or 0-d tensors) to show beside the progress. Raises StepOutOfOrder.
         """
         now = time.monotonic()
         if self._last_step is not None and step > self._last_step[0]:
@@ -158,7 +179,7 @@ class Checkpointer:
         return saved
 
     def save(self, step: int) -> Saved:
-        """Saves this step now. Every rank must call it with the same step."""
+        """Saves this step now. Every rank must call it with the same step. Raises StepOutOfOrder."""
         saved = self._consult(Request(step=step, explicit=True))
         return saved if saved is not None else Saved(self, step, saved=step == self._newest, stall_seconds=0.0)
 
@@ -172,11 +193,13 @@ class Checkpointer:
         """
         begin = time.perf_counter()
         resumed = self._resumer.resume(step)
-        self._pace = replace(self._pace, last_save_step=resumed.step, last_save_time=time.monotonic())
+        restored = resumed.step or 0
+        self._branch_step = (_SCRATCH if resumed.step is None else restored) if resumed.is_rollback else None
+        self._pace = replace(self._pace, last_save_step=restored, last_save_time=time.monotonic())
         self._next_step = 0  # what was agreed on before may lie beyond the step after this one
         if self._link is not None:
-            self._link.tell(Restored(step=resumed.step, tier=resumed.tier, seconds=time.perf_counter() - begin))
-        return resumed.step
+            self._link.tell(Restored(step=restored, tier=resumed.tier, seconds=time.perf_counter() - begin))
+        return restored
 
     def steps(self) -> list[CommittedStep]:
         """The committed steps that can be restored, oldest first. Raises StorageError."""
@@ -205,6 +228,11 @@ class Checkpointer:
 
     def _consult(self, request: Request) -> Saved | None:
         began = time.perf_counter()
+        if self._newest is not None and request.step < self._newest:
+            raise StepOutOfOrder(
+                f"step {request.step} comes after step {self._newest}, which this run has saved: what a run has saved "
+                "is its history. To go back, restore the older step in a new process, before the first save"
+            )
         asked = self._link is not None and self._link.save_requested
         if self._plan is None:
             self._prepare(request.step)  # so that the first report says how this rank divides what is replicated
@@ -230,7 +258,7 @@ class Checkpointer:
         if request.step == self._newest and not final and self._direct_saves.get(request.step) is None:
             # Saved already: under the same names, so other bytes would be taken for damage.
             return Decision(step=request.step, save=False, next_step=self._next_step, time=time.monotonic())
-        return decide_save(
+        decision = decide_save(
             replace(request, final=final),
             reports,
             replace(self._pace, now=time.monotonic()),
@@ -238,6 +266,29 @@ class Checkpointer:
             on_busy=self._environment.on_busy,
             persist_interval_seconds=self._environment.persist_interval_seconds,
         )
+        if decision.save and self._branch_step is not None and not self._leave_newer_steps(self._branch_step):
+            return replace(decision, save=False, final=False, next_step=request.step + 1)
+        return decision
+
+    def _leave_newer_steps(self, branch_step: int) -> bool:
+        """Marks committed steps above the one that training went on from superseded; whether that succeeded.
+
+        Rank 0 does it before it posts the decision to save, so before any rank's step could meet one of them: what
+        comes after a rollback is another history, and I1 lets no step be of two.
+        """
+        try:
+            superseded = self._source.supersede_after(branch_step)
+        except (StorageError, AgentError) as error:
+            if branch_step != _SCRATCH:
+                log.error("stepfast: nothing is saved until newer steps are marked superseded: %s", error)
+                return False
+            log.error("stepfast: whether there are steps of an earlier training is not known: %s", error)
+            superseded = ()
+        if superseded:
+            since = "its beginning, without restore()" if branch_step == _SCRATCH else f"step {branch_step}"
+            log.warning("stepfast: training goes on from %s: steps %s are superseded", since, list(superseded))
+        self._branch_step = None
+        return True
 
     def _report(self, *, wants_save: bool = False) -> RankReport:
         agent = self._agent

@@ -63,6 +63,9 @@ class Source(Protocol):
     def steps(self) -> Sequence[int]:
         """Committed steps, ascending, those with a damaged manifest too: reading one says so. Raises StorageError."""
 
+    def supersede_after(self, step: int) -> Sequence[int]:
+        """Rolls back: marks every committed step above this one superseded; returns those. Raises StorageError."""
+
     def fetch(self, path: str, *, refresh: bool) -> Found:
         """An object of the job's folder. Raises ObjectNotFound, StorageError."""
 
@@ -116,6 +119,9 @@ class AgentSource:
     def steps(self) -> Sequence[int]:
         return self._link.client(_AGENT_SECONDS).steps()
 
+    def supersede_after(self, step: int) -> Sequence[int]:
+        return self._link.client(_AGENT_SECONDS).supersede_after(step)
+
     def fetch(self, path: str, *, refresh: bool) -> Found:
         fetched, descriptor = self._link.client(_AGENT_SECONDS).fetch(path, refresh=refresh)
         return Found(
@@ -134,6 +140,9 @@ class DirectSource:
 
     def steps(self) -> Sequence[int]:
         return [found.step for found in catalog.committed_steps(self._store, self._folder)]
+
+    def supersede_after(self, step: int) -> Sequence[int]:
+        return catalog.supersede_after(self._store, self._folder, step)
 
     def fetch(self, path: str, *, refresh: bool) -> Found:
         full = join(self._folder, path)

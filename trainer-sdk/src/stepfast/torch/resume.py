@@ -16,15 +16,20 @@ from stepfast.torch.rng import set_rng_state
 
 log = logging.getLogger("stepfast")
 
+_NOTHING = "nothing"
 _GAVE_UP = "!"  # before the text of a rank that cannot go on, for a reason other than damage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What was restored: the step (0: nothing) and where its bytes came from."""
+    """What was restored: the step (None: nothing) and where its bytes came from.
 
-    step: int
+    `is_rollback`: newer steps may be committed that this one's future has nothing to do with.
+    """
+
+    step: int | None
     tier: str = "None"
+    is_rollback: bool = False
 
 
 class Resumer:
@@ -51,32 +56,36 @@ class Resumer:
         GangError, StorageError.
         """
         self._calls += 1
-        wanted = self._agree_on(step)
-        while wanted > 0:
+        wanted = first = self._agree_on(step)
+        while wanted is not None:
             damage, root, reader = self._read(wanted)
             if damage is None and reader is not None:
                 self._objects.load({name: state for name, state in root.items() if name != RNG}, step=wanted)
                 if RNG in root:
                     set_rng_state(root[RNG])
-                return Resumed(step=wanted, tier=str(reader.tier))
+                is_rollback = step is not None or wanted != first
+                return Resumed(step=wanted, tier=str(reader.tier), is_rollback=is_rollback)
             log.error("stepfast: step %s is damaged: %s", wanted, damage)
             older = self._older(wanted)
             if step is not None:
                 path, _, reason = (damage or "").partition(": ")
                 raise CheckpointDamaged(path, wanted, reason, older)
-            wanted = older or 0
-        return Resumed(step=0)
+            wanted = older
+        return Resumed(step=None, is_rollback=first is not None)
 
-    def _agree_on(self, step: int | None) -> int:
-        """One number for the whole gang: rank 0's."""
-        fixed = self._environment.resume_step if self._calls == 1 else None
-        mine = step if step is not None else fixed
-        if mine is None:
-            mine = max(self._source.steps(), default=0) if self._gang.rank == 0 else -1
-        wanted = [int(text) for text in self._gang.exchange(f"restore/{self._calls}", str(mine))]
-        if step is not None and any(other != step for other in wanted):
-            raise GangError(f"ranks restore different steps: {sorted(set(wanted))}")
-        return wanted[0]
+    def _agree_on(self, step: int | None) -> int | None:
+        """One number for the whole gang, rank 0's; None when there is nothing to restore."""
+        mine = step
+        if step is None and self._gang.rank == 0:
+            mine = self._environment.resume_step if self._calls == 1 else None
+            # Whoever launched us says 0 for "from scratch"; a step 0 may have been saved nevertheless.
+            if not mine:
+                steps = self._source.steps()
+                mine = max((s for s in steps if mine is None or s <= mine), default=None)
+        texts = self._gang.exchange(f"restore/{self._calls}", _NOTHING if mine is None else str(mine))
+        if step is not None and any(text != str(step) for text in texts):
+            raise GangError(f"ranks restore different steps: {sorted(set(texts))}")
+        return None if texts[0] == _NOTHING else int(texts[0])
 
     def _read(self, step: int) -> tuple[str | None, Mapping[str, Any], StepReader | None]:
         """Reads this rank's state without touching the objects; the damage that any rank found, or None."""
@@ -115,5 +124,6 @@ class Resumer:
         return dict(root)
 
     def _older(self, step: int) -> int | None:
-        mine = max((s for s in self._source.steps() if s < step), default=0) if self._gang.rank == 0 else -1
-        return int(self._gang.exchange(f"older/{self._calls}/{step}", str(mine))[0]) or None
+        mine = max((s for s in self._source.steps() if s < step), default=None) if self._gang.rank == 0 else None
+        text = self._gang.exchange(f"older/{self._calls}/{step}", _NOTHING if mine is None else str(mine))[0]
+        return None if text == _NOTHING else int(text)

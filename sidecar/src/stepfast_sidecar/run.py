@@ -1,0 +1,151 @@
+"""What the agent knows of one run: its ranks' connections, its steps' flow, its account. Does nothing by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepfast.histories import SaveRow
+from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
+from stepfast.protocol import Hello
+from stepfast.step import JobKey
+from stepfast_sidecar.flow import RunFlow
+from stepfast_sidecar.intake import Peer
+
+
+@dataclass(slots=True)
+class Session:
+    """One rank's connection, or what remains of it."""
+
+    hello: Hello
+    peer: Peer
+    joined_time: float
+    alive: bool = True
+    clean: bool = False
+    ended_time: float | None = None
+    global_step: int | None = None
+    step_time: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    waiting: bool = False
+    waited_time: float | None = None
+    restored_step: int | None = None
+    restored_time: float | None = None
+    restored_tier: str | None = None
+    restore_seconds: float | None = None
+    stream_broken: bool = True  # until it begins a file: an agent that was started meanwhile has none of its windows
+
+    def status(self) -> RankStatus:
+        return RankStatus(
+            rank=self.hello.rank, pid=self.hello.pid, alive=self.alive, clean=self.clean, joined_time=self.joined_time,
+            global_step=self.global_step, step_time=self.step_time, ended_time=self.ended_time,
+            restored_step=self.restored_step, restored_time=self.restored_time, restored_tier=self.restored_tier,
+            restore_seconds=self.restore_seconds, metrics=dict(self.metrics) or None, waiting=self.waiting,
+            waited_time=self.waited_time,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of the job on this node."""
+
+    flow: RunFlow
+    world_size: int
+    replicated: str = ""  # digest of the replicated state's layout; equal on all ranks
+    resume_step: int = 0
+    max_to_keep: int = 0
+    sessions: dict[int, Session] = field(default_factory=dict)
+    stalls: dict[int, float] = field(default_factory=dict)  # by step, of rank 0 or the node's first rank
+    saved: dict[int, tuple[float, int]] = field(default_factory=dict)  # by step: time, this node's bytes
+    save_count: int = 0
+    stall_total: float = 0.0
+    stall_last: float = 0.0
+    stall_max: float = 0.0
+    skipped: int = 0
+    dropped: int = 0
+    persisted_step: int | None = None
+    persisted_time: float | None = None
+    persisted_bytes: int | None = None
+    persist_failure: str | None = None
+    commit_failures: dict[int, str] = field(default_factory=dict)  # by step
+    streamed: dict[tuple[int, int, str], dict[str, Any]] = field(default_factory=dict)
+    """By step, rank and name: the entry of a file that was stored window by window, for the node's part."""
+    failures: int = 0
+    final_step: int | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node's agent writes the manifest first: it has rank 0."""
+        return 0 in self.sessions or any(holding.rank == 0 for holding in self.flow.holdings.values())
+
+    @property
+    def persist_error(self) -> str | None:
+        """Why persisting or committing fails at present."""
+        if self.persist_failure is None and self.commit_failures:
+            return self.commit_failures[max(self.commit_failures)]
+        return self.persist_failure
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.sessions) and not any(session.alive for session in self.sessions.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of it is held or still to be done: only its account is left."""
+        return self.is_over and not self.flow.holdings and not self.flow.pending_steps()
+
+    def count_save(self, step: int, stall_seconds: float) -> None:
+        """A save of the gang, as this node's first rank saw it."""
+        self.save_count += 1
+        self.stall_last = stall_seconds
+        self.stall_total += stall_seconds
+        self.stall_max = max(self.stall_max, stall_seconds)
+        self.stalls[step] = stall_seconds
+
+    def count_commit(self, step: int, committed_time: float, size_bytes: int) -> None:
+        """A step's manifest is there; what was noted for steps before it is of no more use."""
+        if self.persisted_step is not None and step < self.persisted_step:
+            return
+        self.persisted_step, self.persisted_time, self.persisted_bytes = step, committed_time, size_bytes
+        pending = set(self.flow.pending_steps())
+        for noted in (self.saved, self.stalls):
+            for old in [s for s in noted if s < step and s not in pending]:
+                del noted[old]
+
+    def streamed_files(self, step: int) -> list[dict[str, Any]]:
+        """The entries of the step's files that were stored window by window."""
+        return [entry for (of, _, _), entry in sorted(self.streamed.items()) if of == step]
+
+    def forget_streamed(self, step: int) -> None:
+        """The step's part is written, or the step is given up."""
+        self.streamed = {key: entry for key, entry in self.streamed.items() if key[0] > step}
+
+    def history_row(self, step: int, outcome: str, duration_seconds: float | None, size_bytes: int) -> SaveRow:
+        """The save's row of checkpointHistories.csv."""
+        return SaveRow(
+            global_step=step, run=self.flow.run, outcome=outcome,
+            saved_time=self.saved.get(step, (time.time(), 0))[0], stall_seconds=self.stalls.pop(step, 0.0),
+            duration_seconds=duration_seconds, size_bytes=size_bytes, world_size=self.world_size,
+        )  # fmt: skip
+
+    def status(self, job: JobKey) -> JobStatus:
+        """What the node's status says of it."""
+        return JobStatus(
+            job=job,
+            run=self.flow.run,
+            world_size=self.world_size,
+            ranks=tuple(session.status() for _, session in sorted(self.sessions.items())),
+            saves=SaveStatus(
+                count=self.save_count, stall_seconds_total=self.stall_total, stall_seconds_last=self.stall_last,
+                stall_seconds_max=self.stall_max, skipped=self.skipped, dropped=self.dropped,
+            ),
+            latest_memory_step=self.flow.memory_step(),
+            latest_persisted_step=self.persisted_step,
+            latest_persisted_time=self.persisted_time,
+            latest_persisted_bytes=self.persisted_bytes,
+            pending_bytes=self.flow.pending_bytes(),
+            pending_steps=tuple(self.flow.pending_steps()),
+            persist_error=self.persist_error,
+            final_step=self.final_step,
+        )  # fmt: skip
