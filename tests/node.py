@@ -41,7 +41,7 @@ STALL_SECONDS = 0.5  # a save may wait for a busy machine, never for the storage
 PATIENCE = ("--storage-deadline", "1.0", "--retry-limit", "0.2")
 
 
-def eventually(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+def eventually(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"
@@ -95,7 +95,7 @@ class Node:
     def error(self) -> str | None:
         return self.job().persist_error
 
-    def terminate(self, seconds: float = 30.0) -> None:
+    def terminate(self, seconds: float = 90.0) -> None:
         """SIGTERM: it persists what it holds, and ends."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
@@ -159,7 +159,7 @@ class Training:
         self.stalls.append(saved.stall_seconds)
         return saved
 
-    def save_until(self, condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    def save_until(self, condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
         """Trains and saves, step after step, until the condition holds."""
 
         def holds() -> bool:

@@ -118,7 +118,7 @@ class AgentProcess:
         for persister in persisters:
             _rankpeer.eventually(lambda p=persister: not p.is_running(), "a persister dies with its agent")
 
-    def terminate(self, seconds: float = 30.0) -> int:
+    def terminate(self, seconds: float = 90.0) -> int:
         """SIGTERM; returns the exit status."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)

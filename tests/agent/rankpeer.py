@@ -35,7 +35,7 @@ RUN = "uid1-0"
 _PATTERN_BYTES = 1 << 20
 
 
-def eventually(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+def eventually(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Waits until the condition holds; fails when it does not within the deadline."""
     pause = threading.Event()
     deadline = time.monotonic() + seconds
@@ -211,13 +211,13 @@ class RankPeer:
     def failures(self) -> list[str]:
         return [message.reason for message in self.pushed if isinstance(message, PersistFailed)]
 
-    def wait_committed(self, step: int, seconds: float = 20.0) -> None:
+    def wait_committed(self, step: int, seconds: float = 60.0) -> None:
         eventually(lambda: step in self.committed(), f"commit of step {step}; pushed: {self.pushed[-5:]}", seconds)
 
-    def wait_dropped(self, step: int, seconds: float = 20.0) -> None:
+    def wait_dropped(self, step: int, seconds: float = 60.0) -> None:
         eventually(lambda: step in self.dropped(), f"drop of step {step}; pushed: {self.pushed[-5:]}", seconds)
 
-    def wait_lost(self, seconds: float = 20.0) -> None:
+    def wait_lost(self, seconds: float = 60.0) -> None:
         eventually(self.lost.is_set, "the agent closes this connection", seconds)
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ def test_gang_of_two_saves_and_the_step_is_committed(agent: Any, ranks: Any) -> 
 def test_second_agent_on_the_same_memory_folder_is_refused(agent: Any) -> None:
     command = [sys.executable, "-m", "stepfast_sidecar", "--socket", str(agent.folder / "b.sock"), "--node", "other"]
     command += ["--memory-dir", str(agent.memory_dir), "--memory-limit", "1000000"]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert (refused.returncode, "another agent's" in refused.stderr) == (1, True), refused.stderr
     rank = agent.join()
     rank.save(1)
@@ -373,10 +373,10 @@ def test_persister_serves_a_supervisor_of_any_process_id_and_ends_without_its_ow
     ]
     asked = json.dumps({"id": 1, "command": "steps", "values": {}})
     ours = [*command, "--supervisor", str(os.getpid())]
-    served = subprocess.run(ours, input=asked, capture_output=True, text=True, timeout=30, check=True)
+    served = subprocess.run(ours, input=asked, capture_output=True, text=True, timeout=90, check=True)
     assert json.loads(served.stdout) == {"id": 1, "ok": True, "values": {"steps": []}}
     orphan = subprocess.run(
-        [*command, "--supervisor", "1"], input=asked, capture_output=True, text=True, timeout=30, check=False
+        [*command, "--supervisor", "1"], input=asked, capture_output=True, text=True, timeout=90, check=False
     )
     assert (orphan.returncode, orphan.stdout) == (1, "")
 

@@ -315,7 +315,6 @@ def test_tenant_that_truncates_its_slot_before_it_says_staged_is_refused(tenant:
     rank.wait_lost()
 
 
-@pytest.mark.parametrize("size", [0, CONTROL_BYTES, CONTROL_BYTES + 50_000_000], ids=["empty", "page", "half"])
 def test_tenant_that_grows_its_slot_is_refused(tenant: Callable[..., Any]) -> None:
     rank = tenant()
     reserved, descriptor = rank.reserve(1, 100_000)
@@ -326,6 +325,7 @@ def test_tenant_that_grows_its_slot_is_refused(tenant: Callable[..., Any]) -> No
     rank.wait_lost()
 
 
+@pytest.mark.parametrize("size", [0, CONTROL_BYTES, CONTROL_BYTES + 50_000_000], ids=["empty", "page", "half"])
 def test_tenant_that_truncates_its_slot_while_it_is_persisted_loses_that_step_alone(
     tenant: Callable[..., Any], shared_agent: Any, ranks: Any, size: int
 ) -> None:

@@ -33,7 +33,7 @@ from stepfast.storage import open_store
 HERE = Path(__file__).parent
 RANKS = 2
 STEPS = 60
-DEADLINE_SECONDS = 150.0
+DEADLINE_SECONDS = 300.0
 _JOB = "local/chaos"
 
 

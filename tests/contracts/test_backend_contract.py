@@ -30,7 +30,7 @@ from stepfast_operator.spec import TrainingJob, TrainingSpec, parse_manifest
 
 # A rank that ends with the exit code that is written into its pipe.
 RANK = "import os, sys; sys.exit(int(open(os.path.join(sys.argv[1], os.environ['STEPFAST_RUN'])).read()))"
-DEADLINE_SECONDS = 20
+DEADLINE_SECONDS = 60
 
 
 class Harness(Protocol):

@@ -246,7 +246,7 @@ def test_writer_killed_at_any_effect_leaves_the_old_object_or_the_new(
         store.replace("step/x", b"old")
     size = CHUNK_BYTES + 5
     child = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(tmp_path), operation, moment, str(size)], timeout=60, check=False
+        [sys.executable, "-c", _CHILD, str(tmp_path), operation, moment, str(size)], timeout=180, check=False
     )
     assert child.returncode == -signal.SIGKILL
     after = None if operation == "delete" else b"n" * size

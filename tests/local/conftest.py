@@ -78,7 +78,7 @@ def owned(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def wait_until() -> Callable[..., None]:
-    def wait(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    def wait(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"never: {what}"
@@ -103,7 +103,7 @@ class Supervisor:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
 
-    def wait(self, seconds: float = 30.0) -> int:
+    def wait(self, seconds: float = 90.0) -> int:
         return self.process.wait(timeout=seconds)
 
     def said(self) -> str:

@@ -72,7 +72,7 @@ def work(node: Any, command: str, size_bytes: int) -> list[Any]:
         env=node.rank_environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

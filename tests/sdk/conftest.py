@@ -28,7 +28,7 @@ from stepfast.environment import Environment
 from stepfast.step import JobKey, OnBusy
 from stepfast.torch import Checkpointer
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 180.0
 JOB = JobKey(namespace="local", name="training")
 
 
@@ -341,7 +341,7 @@ class Launcher:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
 
-    def run(self, script: str | Path, *arguments: str, timeout_seconds: float = 120.0, **options: Any) -> Finished:
+    def run(self, script: str | Path, *arguments: str, timeout_seconds: float = 300.0, **options: Any) -> Finished:
         """Runs it to its end; whatever happens, none of its processes is left."""
         with self.start(script, *arguments, **options) as process:
             try:

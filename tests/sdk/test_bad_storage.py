@@ -144,7 +144,7 @@ def test_process_that_ends_without_close_loses_nothing(  # noqa: PLR0917  # fixt
         "STEPFAST_STORAGE_URI": bench.storage.as_uri(), "STEPFAST_SETTINGS": '{"persistIntervalSeconds": 3600}',
     }  # fmt: skip
     ended = subprocess.run(
-        [sys.executable, script], env=variables, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script], env=variables, capture_output=True, text=True, timeout=180, check=False
     )
 
     assert ended.returncode == code, ended.stderr
@@ -159,7 +159,7 @@ def test_interpreter_ends_at_once_without_close_or_agent(bench: Any, tmp_path: P
         "STEPFAST_JOB": "local/training",
     }
     ended = subprocess.run(
-        [sys.executable, script], env=variables, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script], env=variables, capture_output=True, text=True, timeout=180, check=False
     )
 
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -13,7 +13,7 @@ import stepfast.torch
 
 def fresh(code: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=180, check=True
     )
 
 

@@ -74,7 +74,7 @@ def test_four_ranks_with_a_gibibyte_stay_under_two_hundred_megabytes(
                 samples.append((folder_bytes(agent.memory), anonymous_bytes(agent)))
                 return process.poll() is not None
 
-            until(is_over, "the end of the save", 120.0)
+            until(is_over, "the end of the save", 300.0)
             output, _ = process.communicate()
         finally:
             launcher.end(process)

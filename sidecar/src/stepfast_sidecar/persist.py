@@ -200,9 +200,9 @@ class JobPersister:
             return try_commit(self._store, self._folder, step, run)
         return read_manifest(self._store, self._folder, step)
 
-    def supersede_after(self, step: int) -> list[int]:
-        """Rolls back to the step; returns the steps that were marked superseded. Raises StorageError."""
-        return catalog.supersede_after(self._store, self._folder, step)
+    def supersede_after(self, *, step: int, run: str) -> list[int]:
+        """Rolls back to the step from which `run` goes on; returns the superseded ones. Raises StorageError."""
+        return catalog.supersede_after(self._store, self._folder, step, but_of_run=run)
 
     def retain(self, *, run: str, max_to_keep: int, protected: Sequence[int]) -> list[int]:
         """Removes steps beyond `max_to_keep` and leftovers of earlier attempts; returns the removed steps."""

@@ -62,7 +62,7 @@ class Server:
             "commit": ("commit", self._commit),
             "steps": ("fetch", lambda: {"steps": self._persister.steps()}),
             "fetch": ("fetch", lambda path: self._persister.fetch(path)),  # noqa: PLW0108  # opens the storage there
-            "supersede": ("keep", lambda step: {"steps": self._persister.supersede_after(step)}),
+            "supersede": ("keep", lambda **values: {"steps": self._persister.supersede_after(**values)}),
             "retain": ("keep", lambda **values: {"removed": self._persister.retain(**values)}),
             "history": ("keep", self._history),
         }

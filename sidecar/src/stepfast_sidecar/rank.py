@@ -314,7 +314,7 @@ class _RankServer:
         self._session.peer.send(CommittedSteps(id=message.id, steps=tuple(answer["steps"])))
 
     async def _supersede(self, message: Supersede) -> None:
-        superseded = await self._room.supersede_after(message.step)
+        superseded = await self._room.supersede_after(self._run, message.step)
         self._session.peer.send(CommittedSteps(id=message.id, steps=superseded))
 
     async def _fetch(self, message: Fetch) -> None:

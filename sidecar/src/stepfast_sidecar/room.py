@@ -276,9 +276,12 @@ class Room:
         except (PersisterLost, RequestFailed) as error:
             log.warning("%s: after the commit of step %s: %s", self.job, step, error)
 
-    async def supersede_after(self, step: int) -> tuple[int, ...]:
-        """Rolls the job back to that step; returns the superseded ones. Raises PersisterLost, RequestFailed."""
-        answer = await self.persister.request("supersede", step=step)
+    async def supersede_after(self, run: Run, step: int) -> tuple[int, ...]:
+        """Rolls the job back to the step that the run goes on from; returns the superseded ones.
+
+        Raises PersisterLost, RequestFailed.
+        """
+        answer = await self.persister.request("supersede", step=step, run=run.flow.run)
         if answer["steps"]:
             log.warning("%s: steps %s are superseded: training goes on from step %s", self.job, answer["steps"], step)
         return tuple(answer["steps"])

@@ -129,9 +129,10 @@ def read_header(store: Store, folder: str, file: FileEntry, step: int) -> Header
         raise _damaged(store, folder, file.path, step, str(error)) from error
 
 
-def supersede_after(store: Store, folder: str, step: int) -> list[int]:
+def supersede_after(store: Store, folder: str, step: int, *, but_of_run: str | None = None) -> list[int]:
     """Rolls back: marks every committed step above this one superseded, keeping its bytes; returns those steps.
 
+    Steps of `but_of_run`, which goes on, stay.
     The mark is written before the manifest goes, so that a kill in between leaves a step that is still committed, and
     the next call finishes the work.
     """
@@ -148,6 +149,8 @@ def supersede_after(store: Store, folder: str, step: int) -> list[int]:
             run = manifest.run if manifest is not None else "unknown"
         except RecordInvalid:
             run = "damaged"
+        if run == but_of_run:
+            continue
         store.create(join(folder, superseded_path(later, run)), data)
         store.delete(join(folder, manifest_path(later)))
         rolled_back.append(later)

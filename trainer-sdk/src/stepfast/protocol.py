@@ -163,7 +163,7 @@ class Steps(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supersede(Message):
-    """Rolls the job back: every committed step above this one (-1: every one) is marked superseded.
+    """Rolls the job back: other runs' committed steps above this one (-1: all of them) are marked superseded.
 
     Answered by CommittedSteps, with those that were superseded, or Failure.
     """

@@ -52,6 +52,7 @@ _OUTCOMES_KEPT = 100
 _SCRATCH = -1  # before step 0, which can be saved
 
 
+_SAVED_THROUGH: dict[tuple[str, str], int] = {}  # by job and run: the newest step that this process saved
 _OPEN: weakref.WeakValueDictionary[tuple[str, str], Checkpointer] = weakref.WeakValueDictionary()
 
 
@@ -126,7 +127,7 @@ class Checkpointer:
         self._source: Source = (
             AgentSource(self._link)
             if self._link is not None
-            else DirectSource(self._open_store(), job_folder(self._environment.job))
+            else DirectSource(self._open_store(), job_folder(self._environment.job), run=self._environment.run)
         )
         self._plan: SavePlan | None = None
         self._newest: int | None = None  # newest step staged or saved
@@ -147,9 +148,13 @@ class Checkpointer:
         self._announced = False
         atexit.register(self._at_exit)
 
+    @property
+    def _run_key(self) -> tuple[str, str]:
+        return str(self._environment.job), self._environment.run
+
     def _claim(self) -> None:
         """One process saves a run's step once: a second Checkpointer's objects would be taken for it, or lost."""
-        key = (str(self._environment.job), self._environment.run)
+        key = self._run_key
         if (other := _OPEN.get(key)) is not None and not other._closed:
             raise CheckpointerOpen(
                 f"this process has a Checkpointer of job {key[0]} already: give all objects to one, or close it first"
@@ -228,9 +233,10 @@ class Checkpointer:
 
     def _consult(self, request: Request) -> Saved | None:
         began = time.perf_counter()
-        if self._newest is not None and request.step < self._newest:
+        newest = _SAVED_THROUGH.get(self._run_key, request.step)
+        if request.step < newest:
             raise StepOutOfOrder(
-                f"step {request.step} comes after step {self._newest}, which this run has saved: what a run has saved "
+                f"step {request.step} comes after step {newest}, which this run has saved: what a run has saved "
                 "is its history. To go back, restore the older step in a new process, before the first save"
             )
         asked = self._link is not None and self._link.save_requested
@@ -317,7 +323,7 @@ class Checkpointer:
         self._write(save)
         stall = time.perf_counter() - began
         now = time.monotonic()
-        self._newest = decision.step
+        self._newest = _SAVED_THROUGH[self._run_key] = decision.step
         self._pace = replace(
             self._pace,
             last_save_step=decision.step,

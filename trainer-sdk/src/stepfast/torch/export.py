@@ -15,6 +15,6 @@ def export_torch(store: Store, step: int, rank: int, target: Path, *, weights_on
 
     `store` is the job's folder. Raises CheckpointNotFound, CheckpointDamaged, CheckpointUnsafe.
     """
-    reader = StepReader(DirectSource(store, ""), step, name="state")
+    reader = StepReader(DirectSource(store, "", run=""), step, name="state")
     root, _ = reader.read(rank, weights_only=weights_only)
     torch.save(root, target)

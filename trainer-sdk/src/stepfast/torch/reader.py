@@ -64,7 +64,7 @@ class Source(Protocol):
         """Committed steps, ascending, those with a damaged manifest too: reading one says so. Raises StorageError."""
 
     def supersede_after(self, step: int) -> Sequence[int]:
-        """Rolls back: marks every committed step above this one superseded; returns those. Raises StorageError."""
+        """Marks other runs' committed steps above this one superseded; returns those. Raises StorageError."""
 
     def fetch(self, path: str, *, refresh: bool) -> Found:
         """An object of the job's folder. Raises ObjectNotFound, StorageError."""
@@ -135,14 +135,14 @@ class AgentSource:
 class DirectSource:
     """From the storage."""
 
-    def __init__(self, store: Store, folder: str) -> None:
-        self._store, self._folder = store, folder
+    def __init__(self, store: Store, folder: str, *, run: str) -> None:
+        self._store, self._folder, self._run = store, folder, run
 
     def steps(self) -> Sequence[int]:
         return [found.step for found in catalog.committed_steps(self._store, self._folder)]
 
     def supersede_after(self, step: int) -> Sequence[int]:
-        return catalog.supersede_after(self._store, self._folder, step)
+        return catalog.supersede_after(self._store, self._folder, step, but_of_run=self._run)
 
     def fetch(self, path: str, *, refresh: bool) -> Found:
         full = join(self._folder, path)
