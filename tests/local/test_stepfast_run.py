@@ -36,7 +36,7 @@ SMALL = [
     "--eval-every",
     "1000",
 ]
-SECONDS = 120
+SECONDS = 300
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
