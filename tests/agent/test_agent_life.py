@@ -63,6 +63,33 @@ def test_steps_that_another_node_never_completes_hold_up_neither_later_attempts_
     assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [7]
 
 
+@pytest.mark.parametrize("grows", [False, True], ids=["one-slot", "state-that-grows"])
+def test_save_that_finds_no_slot_has_what_is_in_its_way_persisted(new_agent: Callable[..., Any], grows: bool) -> None:
+    # Neither is due: without the waiting save they would stay in memory alone.
+    agent = new_agent(memory_limit=50 << 20)
+    rank, size = agent.join(), (20 if grows else 30) << 20
+    rank.save(1, data_bytes=size, due=False)
+    rank.save(2, data_bytes=size, due=False)
+    rank.save(3, data_bytes=30 << 20, due=False)
+    rank.wait_committed(2)
+    rank.want(3)
+    rank.wait_committed(3)
+
+
+def test_who_asks_late_is_told_what_became_of_a_step(agent: Any) -> None:
+    rank = agent.join()
+    rank.save(1)
+    rank.wait_committed(1)
+    for step in (2, 3, 4, 5):
+        rank.save(step, due=False)
+    late = agent.join()
+    for step in (1, 2, 5):
+        late.want(step)
+    late.wait_committed(1)
+    late.wait_dropped(2)
+    late.wait_committed(5)
+
+
 def test_file_that_was_streamed_is_not_lost_with_the_persister(new_agent: Callable[..., Any], ranks: Any) -> None:
     agent = new_agent(memory_limit=40 << 20)
     first, second = agent.gang(2)

@@ -142,6 +142,33 @@ def test_window_that_goes_with_the_persister_gives_the_step_up_when_it_was_the_l
     assert not flow.is_persisting
 
 
+def test_step_is_pending_while_its_last_window_is_on_its_way() -> None:
+    flow, size = flow_of(1), 8 << 20
+    for index in range(2):
+        reserved, _ = flow.reserve(0, ())
+        assert reserved is not None
+        window = replace(record(0, 1, reserved.seq), file_bytes=2 * size, window_begin=index * size, window_bytes=size)
+        flow.staged(0, reserved.slot, window)
+        assert flow.pending_steps() == ([] if index == 0 else [1])
+    assert flow.pending_bytes() == 2 * size
+    flow.window_persisted(0, 0, file_done=False)
+    assert persists(flow.window_persisted(0, 1, file_done=True)) == [1]
+    assert flow.pending_steps() == [1]
+    flow.persisted(1)
+    flow.committed(1)
+    assert flow.pending_steps() == []
+
+
+def test_rank_that_waits_for_its_only_slot_gets_it_once_what_it_holds_is_persisted() -> None:
+    flow = flow_of(1, slots=1)
+    stage(flow, 0, 1, due=False)
+    assert flow.reserve(0, ())[0] is None
+    assert persists(flow.relieve(0)) == [1]
+    assert flow.relieve(0) == []
+    flow.persisted(1)
+    assert flow.reserve(0, ())[0] is not None
+
+
 def test_failure_is_tried_again_only_when_it_is_time() -> None:
     flow = flow_of(1)
     stage(flow, 0, 1)

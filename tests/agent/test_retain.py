@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from stepfast import catalog
 from stepfast.commit import FileUpload, try_commit, write_part
-from stepfast.layout import Part, data_path
+from stepfast.errors import UploadLost
+from stepfast.layout import CHUNK_BYTES, Part, data_path
+from stepfast.slot import CONTROL_BYTES
 from stepfast.storage import Store, open_store
-from stepfast_sidecar.persist import JobPersister
+from stepfast_sidecar.persist import JobPersister, SlotRef
 
 
 def begin(store: Store, step: int, run: str) -> FileUpload:
@@ -51,4 +55,38 @@ def test_leftovers_of_earlier_attempts_go_with_their_folder(tmp_path: Path) -> N
     finish(store, 6, "uid-2", begin(store, 6, "uid-2"))
     persister.retain(run="uid-2", max_to_keep=5, protected=[])
     assert sorted(path.name for path in (tmp_path / "ns" / "job").iterdir()) == ["global_step6"]
+    persister.close()
+
+
+@pytest.mark.parametrize("step", [4, 6], ids=["uncommitted step", "committed step"])
+def test_file_that_a_killed_writer_began_goes_with_the_next_commit(tmp_path: Path, step: int) -> None:
+    store = open_store(str(tmp_path))
+    persister = JobPersister(store, "ns/job")
+    begin(store, step, "uid-1")  # and is killed
+    if step == 6:
+        finish(store, 6, "uid-2", begin(store, 6, "uid-2"))
+    alive = begin(store, 5, "uid-2")  # of this run: still on its way
+    finish(store, 8, "uid-2", begin(store, 8, "uid-2"))
+    persister.retain(run="uid-2", max_to_keep=5, protected=[])
+    assert [path.parent.name for path in tmp_path.rglob("*.tmp")] == ["global_step5"]
+    alive.abort()
+    persister.close()
+
+
+def test_later_window_of_a_file_that_is_lost_is_refused(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    persister = JobPersister(store, "ns/job")
+    slot = tmp_path / "slot"
+    slot.write_bytes(bytes(CONTROL_BYTES + 4))
+    window = SlotRef(
+        path=str(slot),
+        seq=1,
+        rank=0,
+        name="state",
+        file_bytes=CHUNK_BYTES + 4,
+        window_begin=CHUNK_BYTES,
+        window_bytes=4,
+    )
+    with pytest.raises(UploadLost, match="begin again"):
+        persister.persist_window(step=1, run="uid-1", world_size=1, slot=window)
     persister.close()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import adlfs
 import pytest
 
-from stepfast.errors import ObjectNotFound, SpecError, StorageForbidden, StorageFull, StorageUnavailable
+from stepfast.errors import ObjectNotFound, SpecError, StorageForbidden, StorageFull, StorageUnavailable, UploadLost
 from stepfast.layout import CHUNK_BYTES
 from stepfast.storage import open as opening
 from stepfast.storage import open_store
@@ -163,7 +163,7 @@ def test_two_uploads_of_one_object_never_mix(store: AzureStore) -> None:
     one.put(CHUNK_BYTES, memoryview(b"1"))
     other.put(CHUNK_BYTES, memoryview(b"2"))
     one.finish()
-    with pytest.raises(StorageUnavailable, match="another writer"):
+    with pytest.raises(UploadLost, match="another writer"):
         other.finish()
     assert store.read("x") == b"1" * (CHUNK_BYTES + 1)
 

@@ -40,6 +40,35 @@ def break_storage(bench: Any) -> Callable[[], None]:
     return heal
 
 
+def test_agent_that_went_with_its_memory_is_used_again_once_it_is_back(
+    bench: Any, start_agent: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = start_agent()
+    checkpointer = bench.make(bench.environment(socket=agent.socket), state={"a": torch.ones(1000)})
+    checkpointer.save(1).wait(timeout_seconds=60.0)
+    agent.process.terminate()  # in order: all is committed, so its memory is removed
+    assert agent.process.wait(60) == 0
+    for slot in agent.memory.rglob("slot-*"):
+        slot.unlink()
+    agent.start()
+    for step in (2, 3, 4):
+        checkpointer.save(step).wait(timeout_seconds=60.0)
+
+    assert [found.step for found in checkpointer.steps()] == [1, 2, 3, 4]
+    assert sum("went away" in record.message for record in caplog.records) == 1
+
+
+def test_metrics_beyond_what_a_heartbeat_carries_do_not_end_training(
+    bench: Any, start_agent: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = bench.make(bench.environment(socket=start_agent().socket), state={})
+    for step in (1, 2):
+        checkpointer.step(step, metrics={"loss": 0.5, "x" * 100: 1.0, **{f"m{i}": float(i) for i in range(100)}})
+    checkpointer.save(2).wait(timeout_seconds=60.0)
+
+    assert sum("metrics" in record.message for record in caplog.records) == 1
+
+
 def test_storage_that_fails_does_not_end_training(any_bench: Any, caplog: pytest.LogCaptureFixture) -> None:
     state = {"a": torch.zeros(10)}
     checkpointer = any_bench.make(state=state)

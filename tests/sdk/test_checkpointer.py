@@ -18,7 +18,7 @@ from torch import nn
 
 from stepfast.admission import Interval
 from stepfast.errors import CheckpointerOpen, CheckpointMismatch, CheckpointNotFound, StepOutOfOrder
-from stepfast.torch import Tier, every
+from stepfast.torch import Tier, checkpoint, every
 
 
 def numbers(bench: Any) -> list[int]:
@@ -450,7 +450,10 @@ def test_data_loader_workers_leave_the_connection_alone(any_bench: Any) -> None:
     assert numbers(any_bench) == [*range(1, 9), 100]
 
 
-def test_absent_agent_is_told_once_and_saves_go_to_the_storage(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_absent_agent_is_told_once_and_saves_go_to_the_storage(
+    bench: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "AGENT_START_SECONDS", 0.1)
     with caplog.at_level(logging.WARNING, "stepfast"):
         checkpointer = bench.make(bench.environment(socket="/nowhere/agent.sock"), state={})
         checkpointer.save(1)

@@ -114,6 +114,18 @@ class RunFlow:
     def slots_of(self, rank: int) -> list[Holding]:
         return sorted((h for h in self.holdings.values() if h.rank == rank), key=lambda h: h.slot)
 
+    def reusable_slots(self, rank: int) -> list[int]:
+        """The rank's slots that hold nothing that is needed."""
+        return [h.slot for h in self.slots_of(rank) if self._is_reusable(h)]
+
+    def is_known(self, step: int) -> bool:
+        """Whether something of the step is held, on its way or committed here."""
+        return step in self._steps
+
+    def is_committed(self, step: int) -> bool:
+        """Whether the step is known to be committed."""
+        return step in self._steps and self._steps[step].committed
+
     def reserve(self, rank: int, drop: Collection[int]) -> tuple[Holding | None, list[Effect]]:
         """The slot for the rank's next save, or None while it has to wait, and what was dropped for it."""
         effects = [effect for step in sorted(set(drop)) for effect in self._drop(step)]
@@ -225,9 +237,17 @@ class RunFlow:
         and training has gone on: the step is given up, so that nobody waits for it.
         """
         self.holdings[(rank, slot)] = replace(self.holdings[(rank, slot)], held=Held.FREE, record=None, due=False)
-        if record.window_begin + record.window_bytes >= record.file_bytes:
+        if _ends_file(record):
             return [Freed(rank=rank), *self._free(record.step)]
         return [Freed(rank=rank)]
+
+    def relieve(self, rank: int) -> list[Effect]:
+        """The rank waits for a slot, and nothing under way would free one: the newest step that it holds is due."""
+        mine = [h for h in self.slots_of(rank) if self._step(h) is not None]
+        if any(h.held is Held.PERSISTING or (h.held is Held.STAGED and h.due) for h in mine):
+            return []
+        staged = [h.step for h in mine if h.held is Held.STAGED and h.step is not None]
+        return self._make_due(max(staged)) if staged else []
 
     def give_up(self, step: int) -> list[Effect]:
         """The step's bytes cannot be persisted at all (its slot was damaged by its owner)."""
@@ -246,6 +266,9 @@ class RunFlow:
     def want(self, step: int) -> list[Effect]:
         """Somebody waits for the step's commit."""
         self._wanted.add(step)
+        return self._make_due(step)
+
+    def _make_due(self, step: int) -> list[Effect]:
         for holding in self._of_step(step):
             self.holdings[(holding.rank, holding.slot)] = replace(holding, due=True)
         return self._next()
@@ -270,9 +293,11 @@ class RunFlow:
         return max((step for step in self._held_steps(Held) if self._is_complete(step)), default=None)
 
     def pending_steps(self) -> list[int]:
-        """Steps that are due, complete on this node and not committed."""
+        """Steps that are due, complete on this node (or with windows that are on their way) and not committed."""
         due = self._held_steps((Held.STAGED, Held.PERSISTING), due=True)
-        waiting = {step for step in due if self._is_complete(step)}
+        due |= {h.record.step for h in self.holdings.values() if h.held is Held.PERSISTING and h.record is not None}
+        due |= {step for step, state in self._steps.items() if state.streamed and not state.parted}
+        waiting = {step for step in due if self._is_complete(step, with_windows=True)}
         return sorted(waiting | {step for step, state in self._steps.items() if state.parted and not state.committed})
 
     def pending_bytes(self) -> int:
@@ -280,7 +305,7 @@ class RunFlow:
         return sum(
             h.record.window_bytes
             for h in self.holdings.values()
-            if h.record is not None and self._step(h) in pending and h.held is not Held.PERSISTED
+            if h.record is not None and h.step in pending and h.record.run == self.run and h.held is not Held.PERSISTED
         )
 
     def unpersisted_of(self, rank: int) -> tuple[int, ...]:
@@ -342,15 +367,19 @@ class RunFlow:
         freed = (Freed(rank=rank) for rank in sorted({h.rank for h in held}))
         return [DropStep(step=step, run=self.run, holdings=held), *freed]
 
-    def _is_complete(self, step: int) -> bool:
+    def _is_complete(self, step: int, *, with_windows: bool = False) -> bool:
+        """Whether every rank staged all its files; with those whose last window is not stored yet, if asked for."""
         state = self._steps.get(step)
         if state is None or len(state.files) < self.local_world_size:
             return False
-        return all(len(self._names(step, rank)) >= files for rank, files in state.files.items())
-
-    def _names(self, step: int, rank: int) -> set[str]:
-        held = {h.record.name for h in self.slots_of(rank) if self._step(h) == step and h.record is not None}
-        return held | self._steps[step].streamed.get(rank, set())
+        names = {rank: set(streamed) for rank, streamed in state.streamed.items()}
+        for h in self.holdings.values():
+            record = h.record
+            if record is None or h.step != step or record.run != self.run:
+                continue
+            if self._step(h) == step or (with_windows and _ends_file(record)):
+                names.setdefault(h.rank, set()).add(record.name)
+        return all(len(names.get(rank, ())) >= files for rank, files in state.files.items())
 
     def _next(self) -> list[Effect]:
         """Starts persisting the newest step that is due and complete, one at a time."""
@@ -375,3 +404,8 @@ class RunFlow:
         for holding in marked:
             self.holdings[(holding.rank, holding.slot)] = replace(holding, held=held)
         return sorted({holding.rank for holding in marked})
+
+
+def _ends_file(record: SlotRecord) -> bool:
+    """Whether these bytes are a file's last: its rank has no more to say of it."""
+    return record.window_begin + record.window_bytes >= record.file_bytes

@@ -28,11 +28,8 @@ from stepfast.layout import (
     data_path,
     join,
     parse_part,
-    parse_step_folder,
     part_path,
-    step_folder,
 )
-from stepfast.retention import leftovers, steps_to_remove
 from stepfast.slot import CONTROL_BYTES, SlotState, read_control
 from stepfast.storage.base import Store
 from stepfast.storage.download import download
@@ -159,9 +156,15 @@ class JobPersister:
         """
         key = (step, run, slot.rank, slot.name)
         upload = self._stream(key, world_size, slot)
-        with MappedSlot(slot) as mapped:
-            upload.put(slot.window_begin, mapped.data)
-            mapped.check()
+        try:
+            with MappedSlot(slot) as mapped:
+                upload.put(slot.window_begin, mapped.data)
+                mapped.check()
+        except (SlotDamaged, UploadLost):
+            with self._lock:
+                self._streams.pop(key, None)
+            upload.abort()
+            raise
         with self._lock:  # windows are stored side by side: any of them may be the one that completes the file
             if not upload.is_complete or self._streams.get(key) is not upload:
                 return None
@@ -169,7 +172,6 @@ class JobPersister:
         try:
             return upload.finish()
         except UploadLost:
-            upload.abort()
             raise
         except StorageError:
             with self._lock:
@@ -177,18 +179,18 @@ class JobPersister:
             raise
 
     def _stream(self, key: tuple[int, str, int, str], world_size: int, slot: SlotRef) -> FileUpload:
-        """The upload that a window belongs to; a first window begins it, and ends what the rank streamed before."""
+        """The upload that a window belongs to: a first window begins it, and ends what the rank streamed before."""
         step, run, rank, name = key
         with self._lock:
-            upload = self._streams.get(key)
-            if upload is None or slot.window_begin == 0:
-                for stale in [k for k in self._streams if k[1:] == key[1:]]:
-                    self._streams.pop(stale).abort()
-                path = data_path(step, run, name, rank, world_size)
-                upload = FileUpload(
-                    self._store, self._folder, path, name=name, rank=rank, size_bytes=slot.file_bytes
-                )  # fmt: skip
-                self._streams[key] = upload
+            if slot.window_begin > 0:
+                if key not in self._streams:
+                    raise UploadLost(f"what was stored of {name!r} of rank {rank} is lost: begin again")
+                return self._streams[key]
+            for stale in [k for k in self._streams if k[2:] == key[2:]]:
+                self._streams.pop(stale).abort()
+            path = data_path(step, run, name, rank, world_size)
+            upload = FileUpload(self._store, self._folder, path, name=name, rank=rank, size_bytes=slot.file_bytes)
+            self._streams[key] = upload
             return upload
 
     def commit(self, *, step: int, run: str, may_write: bool) -> Manifest | None:
@@ -205,23 +207,8 @@ class JobPersister:
         return catalog.supersede_after(self._store, self._folder, step, but_of_run=run)
 
     def retain(self, *, run: str, max_to_keep: int, protected: Sequence[int]) -> list[int]:
-        """Removes steps beyond `max_to_keep` and leftovers of earlier attempts; returns the removed steps."""
-        found = catalog.committed_steps(self._store, self._folder)
-        committed = [step.step for step in found]
-        # A step that cannot be restored must not push one out that can.
-        whole = [step.step for step in found if step.damage is None]
-        removed = steps_to_remove(whole, max_to_keep=max_to_keep, protected=protected)
-        for step in removed:
-            catalog.remove_step(self._store, self._folder, step)
-        folders = {}
-        for entry in self._store.list(self._folder):
-            step_of = parse_step_folder(entry.name)
-            if step_of is not None and step_of not in committed and step_of < max(committed, default=0):
-                folders[step_of] = [file.name for file in self._store.list(join(self._folder, entry.name))]
-        for step, name in leftovers(folders, newest_committed=max(committed, default=0), run=run):
-            self._store.delete(join(self._folder, join(step_folder(step), name)))
-        # A folder is never removed here, however empty it looks: a step may be on its way into it.
-        return removed
+        """Removes what is not to be kept; returns the removed steps. Raises StorageError."""
+        return catalog.retain(self._store, self._folder, run=run, max_to_keep=max_to_keep, protected=protected)
 
     def note_saves(self, rows: Sequence[SaveRow]) -> None:
         """Adds rows to checkpointHistories.csv."""

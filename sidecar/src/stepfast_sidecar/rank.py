@@ -115,7 +115,7 @@ class _RankServer:
             case Expect():
                 self._spawn(self._expect(message))
             case Want():
-                room.carry_out(run, run.flow.want(message.step))
+                self._spawn(room.want(run, session, message.step))
             case Steps():
                 self._spawn(self._answering(message.id, self._steps(message)))
             case Supersede():
@@ -168,10 +168,6 @@ class _RankServer:
                 return run
         return None
 
-    def _reusable(self) -> list[int]:
-        held = (Held.FREE, Held.PERSISTED, Held.RESERVED)
-        return [holding.slot for holding in self._run.flow.slots_of(self._rank) if holding.held in held]
-
     async def _prepare(self, size_bytes: int, *, announce: bool = False) -> SlotPlan:
         flow, rank = self._run.flow, self._rank
 
@@ -184,7 +180,7 @@ class _RankServer:
         return await self._slots.prepare(
             size_bytes,
             self._share,
-            reusable=self._reusable,
+            reusable=lambda: flow.reusable_slots(rank),
             added=added,
             removed=lambda index: flow.remove_slot(rank, index),
             reclaim=lambda wanted: self._agent.reclaim(wanted, self._room),
@@ -202,12 +198,12 @@ class _RankServer:
 
     def _announce(self, index: int) -> None:
         file = self._slots.file(index)
-        ready = SlotReady(slot=index, generation=file.generation, capacity_bytes=file.capacity_bytes)
+        ready = SlotReady(slot=index, capacity_bytes=file.capacity_bytes)
         self._session.peer.send(ready, file.open(writable=True))
 
     async def _reserve(self, message: Reserve) -> None:
         if message.window_begin == 0:
-            self._session.stream_broken = False
+            self._session.begin_stream()
         elif self._session.stream_broken:
             raise RequestFailed("StorageUnavailable", "the persister died with windows of this file: begin again")
         while True:
@@ -227,6 +223,7 @@ class _RankServer:
                         await asyncio.wait_for(self._room.freed.wait(), 1.0)
                     except TimeoutError:
                         self._free_abandoned()
+                        self._room.carry_out(self._run, self._run.flow.relieve(self._rank))
                     continue
             if self._session.waiting:
                 self._session.waiting, self._session.waited_time = False, time.time()
@@ -238,7 +235,6 @@ class _RankServer:
                     slot=holding.slot,
                     seq=holding.seq,
                     capacity_bytes=file.capacity_bytes,
-                    generation=file.generation,
                     slots=len(self._slots.indexes),
                     persisting=self._run.flow.persisting_steps(),
                     unpersisted=self._run.flow.unpersisted_of(self._rank),
@@ -301,6 +297,8 @@ class _RankServer:
         if page.state in (SlotState.PERSISTED, SlotState.DROPPED):
             return None  # dealt with by an earlier agent
         record = page.record
+        if record is None and holding.held is Held.FREE:
+            return None  # said of a file that an earlier agent took with it; this one was made since
         if record is None or page.state is not SlotState.STAGED or record.seq != message.seq:
             raise ProtocolError(f"slot {message.slot} does not hold what its message says")
         if (reason := refusal(record, self._session.hello, file.capacity_bytes)) is not None:

@@ -13,7 +13,7 @@ from stepfast.histories import SaveRow
 from stepfast.layout import job_folder, parse_data_path
 from stepfast.nodestatus import JobStatus
 from stepfast.protocol import Committed, Dropped, Hello, Message, PersistFailed
-from stepfast.slot import SlotState
+from stepfast.slot import SlotRecord, SlotState
 from stepfast.step import JobKey, attempt_of
 from stepfast_sidecar.config import Config
 from stepfast_sidecar.flow import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow, RunFlow
@@ -118,6 +118,27 @@ class Room:
         """Everything that the run holds goes to the storage."""
         self.carry_out(run, run.flow.flush())
 
+    async def want(self, run: Run, session: Session, step: int) -> None:
+        """Somebody waits for the step's commit: it is due, or he is told at once what became of it."""
+        if run.flow.is_known(step) and not run.flow.is_committed(step):
+            self.carry_out(run, run.flow.want(step))
+            return
+        failures = 0
+        while True:
+            try:
+                answer = await self.persister.request("commit", step=step, run=run.flow.run, may_write=False)
+                break
+            except (PersisterLost, RequestFailed) as error:
+                if self.persister.is_closed:
+                    return
+                failures += 1
+                session.peer.send(PersistFailed(step=step, reason=self._why(error)))
+                await asyncio.sleep(self._retry_seconds(failures))
+        if answer["committed"]:
+            session.peer.send(Committed(step=step, committed_time=answer["time"]))
+        else:
+            session.peer.send(Dropped(step=step))  # its slot holds a newer one by now
+
     def rank_ended(self, run: Run, session: Session) -> None:
         """A rank's connection is over. Without goodbye its process died: what it staged is flushed."""
         session.alive = False
@@ -186,10 +207,12 @@ class Room:
         await self._commit(run, effect.step)
 
     async def _persist_window(self, run: Run, holding: Holding) -> None:
-        record = holding.record
-        if record is None:
+        record, session = holding.record, run.sessions.get(holding.rank)
+        if record is None or session is None:
             return
-        while True:
+        if record.window_begin > 0:
+            await session.stream_open.wait()
+        while run.flow.holdings.get((holding.rank, holding.slot)) == holding:  # else it went with the persister
             try:
                 answer = await self.persister.request(
                     "window",
@@ -198,27 +221,31 @@ class Room:
                     world_size=record.world_size,
                     slot=self._slot_ref(holding),
                 )
-                break
             except PersisterLost:
                 return
             except RequestFailed as error:
                 run.failures += 1
                 run.persist_failure = f"step {record.step} is not persisted: {self._why(error)}"
                 self._metrics.failed(error.kind)
-                if error.kind in ("SlotDamaged", "UploadLost"):
-                    log.error("%s: step %s is given up: %s", self.job, record.step, error)
-                    self.carry_out(run, run.flow.give_up(record.step))
-                    return
                 self._changed(False)
+                if error.kind in ("SlotDamaged", "UploadLost"):
+                    log.error("%s: step %s has to be stored anew: %s", self.job, record.step, error)
+                    session.break_stream()
+                    self.carry_out(run, run.flow.window_lost(holding.rank, holding.slot, record))
+                    return
                 await asyncio.sleep(self._retry_seconds(run.failures))
-                if run.flow.holdings.get((holding.rank, holding.slot)) != holding:
-                    return  # the persister died meanwhile, and the window went with it
+                continue
+            self._window_persisted(run, holding, record, answer["file"])
+            session.stream_open.set()
+            return
+
+    def _window_persisted(self, run: Run, holding: Holding, record: SlotRecord, file: dict[str, Any] | None) -> None:
         run.failures, run.persist_failure = 0, None
         run.saved[record.step] = (record.saved_time, 0)
-        if answer["file"] is not None:
-            run.streamed[(record.step, record.rank, record.name)] = answer["file"]
-        is_done = answer["file"] is not None
-        self.carry_out(run, run.flow.window_persisted(holding.rank, holding.slot, file_done=is_done))
+        if file is not None:
+            run.streamed[(record.step, record.rank, record.name)] = file
+        effects = run.flow.window_persisted(holding.rank, holding.slot, file_done=file is not None)
+        self.carry_out(run, effects)
 
     async def _commit(self, run: Run, step: int) -> None:
         """Until the step's manifest is there, by whomever, or nobody will complete it any more."""
@@ -320,7 +347,7 @@ class Room:
         self._metrics.failed("PersisterLost")
         for run in self.runs.values():
             for session in run.sessions.values():
-                session.stream_broken = True
+                session.break_stream()
             if run.flow.is_persisting:
                 run.failures += 1
                 run.persist_failure = "the persister died; it is started again"

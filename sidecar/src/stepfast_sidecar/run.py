@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,17 @@ class Session:
     restored_tier: str | None = None
     restore_seconds: float | None = None
     stream_broken: bool = True  # until it begins a file: an agent that was started meanwhile has none of its windows
+    stream_open: asyncio.Event = field(default_factory=asyncio.Event)  # the file's first window is stored, or lost
+
+    def begin_stream(self) -> None:
+        """A first window is asked for: the windows after it go out once it is stored."""
+        self.stream_broken = False
+        self.stream_open.clear()
+
+    def break_stream(self) -> None:
+        """What is stored of the file is of no use: it has to be begun again."""
+        self.stream_broken = True
+        self.stream_open.set()
 
     def status(self) -> RankStatus:
         return RankStatus(

@@ -1,6 +1,7 @@
 """What a job's folder holds: its committed steps, their parts and files, and whether the bytes are still those saved.
 
-Reads the storage; changes it only to roll back (`supersede_after`) and to remove a step (`remove_step`).
+Reads the storage; changes it only to roll back (`supersede_after`), to keep no more than is wanted (`retain`), and to
+remove a step (`remove_step`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from stepfast.layout import (
     step_folder,
     superseded_path,
 )
+from stepfast.retention import abandoned, leftovers, steps_to_remove
 from stepfast.storage.base import Store
 from stepfast.tensorfile import Header, HeaderInvalid, header_bytes, parse_header
 
@@ -155,6 +157,33 @@ def supersede_after(store: Store, folder: str, step: int, *, but_of_run: str | N
         store.delete(join(folder, manifest_path(later)))
         rolled_back.append(later)
     return rolled_back
+
+
+def retain(store: Store, folder: str, *, run: str, max_to_keep: int, protected: Sequence[int]) -> list[int]:
+    """Removes steps beyond `max_to_keep` and what earlier attempts left unfinished; returns the removed steps.
+
+    Called after a commit of `run`, by its leader alone. Raises StorageError.
+    """
+    found = committed_steps(store, folder)
+    # A step that cannot be restored must not push one out that can.
+    whole = [step.step for step in found if step.damage is None]
+    removed = steps_to_remove(whole, max_to_keep=max_to_keep, protected=protected)
+    for step in removed:
+        remove_step(store, folder, step)
+    kept = {step.step for step in found} - set(removed)
+    newest = max(kept, default=0)
+    unfinished, temporary = {}, {}
+    for step in _steps(store, folder):
+        if step < newest and step not in removed:
+            temporary[step] = store.list_temporary(join(folder, step_folder(step)))
+            if step not in kept:
+                unfinished[step] = [file.name for file in store.list(join(folder, step_folder(step)))]
+    swept = leftovers(unfinished, newest_committed=newest, run=run)
+    swept += abandoned(temporary, committed=kept, run=run)
+    # A folder is never removed here, however empty it looks: a step may be on its way into it.
+    for step, name in swept:
+        store.delete(join(folder, join(step_folder(step), name)))
+    return removed
 
 
 def remove_step(store: Store, folder: str, step: int) -> None:

@@ -42,6 +42,7 @@ class Environment:
     on_busy: OnBusy
     mtbf_seconds: float
     is_run_unique: bool = True  # False: the launcher named none, and the ranks have to agree on one
+    gang_scope: str = ""  # what the ranks that meet have in common; empty: the run
 
 
 def read_environment(values: Mapping[str, str] | None = None, *, script: str | None = None) -> Environment:
@@ -54,17 +55,19 @@ def read_environment(values: Mapping[str, str] | None = None, *, script: str | N
     rank = _integer(env, "RANK", 0)
     restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
     run = re.sub(r"[^A-Za-z0-9._-]", "-", env.get("STEPFAST_RUN", "")).strip("-.")
-    is_run_unique = bool(run) or world_size == 1
-    if not run:
-        run = run_id(uuid.uuid4().hex[:12], 1) if is_run_unique else "unnamed"
+    is_run_unique = bool(run)
+    scope = run or "unnamed"
+    run = run or run_id(uuid.uuid4().hex[:12], 1)
     if restarts:
-        run = f"{run}.{restarts}"  # ranks of two launches are never mixed, not within one attempt either
+        # Ranks of two launches are never mixed, not within one attempt either.
+        run, scope = f"{run}.{restarts}", f"{scope}.{restarts}"
     resume = env.get("STEPFAST_RESUME_STEP")
     memory = env.get("STEPFAST_MEMORY_BUFFER_SIZE") or env.get("NEBULA_MEMORY_BUFFER_SIZE") or "0"
     return Environment(
         job=JobKey.parse(env["STEPFAST_JOB"]) if "STEPFAST_JOB" in env else _default_job(script),
         run=run,
         is_run_unique=is_run_unique,
+        gang_scope=scope,
         rank=rank,
         local_rank=_integer(env, "LOCAL_RANK", 0),
         world_size=world_size,

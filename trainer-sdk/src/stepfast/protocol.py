@@ -22,6 +22,7 @@ REQUEST_LIMIT = 64 * 1024  # bytes of one frame to the agent
 ANSWER_LIMIT = 16 * 1024 * 1024  # bytes of one frame from the agent
 MAX_SAVE_BYTES = 2**44
 MAX_METRICS = 64
+MAX_METRIC_NAME = 64  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,7 @@ class Progress(Message):
 
     def __post_init__(self) -> None:
         _check_step(self.step)
-        _check(len(self.metrics) <= MAX_METRICS and all(len(key) <= 64 for key in self.metrics), "metrics")
+        _check(len(self.metrics) <= MAX_METRICS and all(len(k) <= MAX_METRIC_NAME for k in self.metrics), "metrics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +255,6 @@ class Reserved(Message):
     slot: int
     seq: int
     capacity_bytes: int
-    generation: int  # of the slot's file; the same generation is the same file, already mapped
     slots: int  # how many the rank has
     persisting: tuple[int, ...]
     unpersisted: tuple[int, ...]  # staged, due, not persisted
@@ -266,7 +266,6 @@ class SlotReady(Message):
 
     descriptors: ClassVar[int] = 1
     slot: int
-    generation: int
     capacity_bytes: int
 
 

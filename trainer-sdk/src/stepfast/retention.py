@@ -40,6 +40,23 @@ def leftovers(folders: Mapping[int, Collection[str]], *, newest_committed: int, 
     return swept
 
 
+def abandoned(
+    temporary: Mapping[int, Sequence[tuple[str, str]]], *, committed: Collection[int], run: str
+) -> list[tuple[int, str]]:
+    """Temporary files that killed writers left behind, of older steps than the newest committed one.
+
+    `temporary` gives each file's name and the one that it was to have. In a committed step nobody writes any more;
+    elsewhere only what belongs to an earlier run is given up. Returns (step, file name) pairs.
+    """
+    swept = []
+    for step, names in sorted(temporary.items()):
+        for name, target in names:
+            of = classify(target).run
+            if step in committed or (of is not None and _is_older(of, run)):
+                swept.append((step, name))
+    return swept
+
+
 def _is_older(other: str, run: str) -> bool:
     if other == run:
         return False

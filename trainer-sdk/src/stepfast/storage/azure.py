@@ -149,6 +149,9 @@ class AzureStore:
         found = self.call("list", folder, call, is_long=True)
         return [found[name] for name in sorted(found)]
 
+    def list_temporary(self, folder: str) -> Sequence[tuple[str, str]]:
+        return []  # what was not committed is no object
+
     def delete(self, path: str) -> None:
         self.call_probe("delete:before", path)
         self.call("delete", path, lambda: self._delete(self._prefix + object_path(path)))

@@ -68,6 +68,11 @@ class Store(Protocol):
     def list(self, folder: str) -> Sequence[ObjectInfo]:
         """A folder's direct entries, sorted by name; empty when there is no such folder."""
 
+    def list_temporary(self, folder: str) -> Sequence[tuple[str, str]]:
+        """What writers have begun in the folder and not finished: the name in the folder (which `delete` takes), and
+        the name that the object would have had. Empty where unfinished objects are nobody's but the service's.
+        """
+
     def delete(self, path: str) -> None:
         """Removes an object; fine when it is not there."""
 

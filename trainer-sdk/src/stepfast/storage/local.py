@@ -25,6 +25,7 @@ from stepfast.storage.localfile import (
     remove_quietly,
     remove_tree,
     sync_folder,
+    target_name,
     write_temp,
 )
 from stepfast.storage.localupload import LocalUpload
@@ -125,6 +126,15 @@ class LocalStore:
 
         place = self._root / folder_path(folder)
         return self._try("list", folder, lambda: entries(place))
+
+    def list_temporary(self, folder: str) -> Sequence[tuple[str, str]]:
+        def entries() -> Sequence[tuple[str, str]]:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                names = sorted(name for name in os.listdir(self._root / folder_path(folder)) if is_temp_name(name))
+                return [(name, target_name(name)) for name in names]
+            return []
+
+        return self._try("list", folder, entries)
 
     def delete(self, path: str) -> None:
         target = self._root / object_path(path)

@@ -26,6 +26,11 @@ def is_temp_name(name: str) -> bool:
     return name.startswith(".") and name.endswith(".tmp")
 
 
+def target_name(name: str) -> str:
+    """The name that a temporary file was to become."""
+    return name.removeprefix(".").removesuffix(".tmp").rpartition(".")[0]
+
+
 def write_temp(target: Path, data: bytes) -> Path:
     """A temporary file beside the target that holds the data, on disk."""
     temp = temp_path(target)

@@ -144,6 +144,9 @@ class ObjectStore:
 
         return _infos(self._try("list", folder, attempt), name)
 
+    def list_temporary(self, folder: str) -> Sequence[tuple[str, str]]:
+        return []  # what was not committed is no object
+
     def delete(self, path: str) -> None:
         name = self._name(path)
         self._call_probe("delete:before", path)

@@ -46,14 +46,16 @@ from stepfast.torch.state import Collected, collect, encode_value, has_pickles
 
 log = logging.getLogger("stepfast")
 
+AGENT_START_SECONDS = 10.0  # how long an agent is looked for that does not answer yet
 _FINAL_WAIT_SECONDS = 3600.0
 _INITIAL_STALL_SECONDS = 0.05
 _OUTCOMES_KEPT = 100
 _SCRATCH = -1  # before step 0, which can be saved
 
 
-_SAVED_THROUGH: dict[tuple[str, str], int] = {}  # by job and run: the newest step that this process saved
-_OPEN: weakref.WeakValueDictionary[tuple[str, str], Checkpointer] = weakref.WeakValueDictionary()
+# By storage, job and run: the newest step that this process saved, and the Checkpointer that is open.
+_SAVED_THROUGH: dict[tuple[str, str, str], int] = {}
+_OPEN: weakref.WeakValueDictionary[tuple[str, str, str], Checkpointer] = weakref.WeakValueDictionary()
 
 
 def every(*, steps: int | None = None, seconds: float | None = None) -> Interval:
@@ -113,8 +115,8 @@ class Checkpointer:
         self._interval = _interval_of(interval, self._environment)
         self._objects = ObjectSet(objects, replicated)
         self._name, self._weights_only = name, weights_only
-        self._gang: Gang = find_gang(self._environment.run)
-        self._environment = replace(self._environment, rank=self._gang.rank, world_size=self._gang.world_size)
+        self._gang: Gang = find_gang(self._environment.gang_scope or self._environment.run)
+        self._environment = _joined(self._environment, self._gang)
         if not self._environment.is_run_unique:
             # torchrun's id may be used again (a fixed --rdzv-id, a requeued job): parts of two runs must never mix.
             run = self._gang.exchange("run", run_id(uuid.uuid4().hex[:12], 1))[0]
@@ -149,15 +151,15 @@ class Checkpointer:
         atexit.register(self._at_exit)
 
     @property
-    def _run_key(self) -> tuple[str, str]:
-        return str(self._environment.job), self._environment.run
+    def _run_key(self) -> tuple[str, str, str]:
+        return self._environment.storage_uri, str(self._environment.job), self._environment.run
 
     def _claim(self) -> None:
         """One process saves a run's step once: a second Checkpointer's objects would be taken for it, or lost."""
         key = self._run_key
         if (other := _OPEN.get(key)) is not None and not other._closed:
             raise CheckpointerOpen(
-                f"this process has a Checkpointer of job {key[0]} already: give all objects to one, or close it first"
+                f"this process has a Checkpointer of job {key[1]} already: give all objects to one, or close it first"
             )
         _OPEN[key] = self
 
@@ -424,11 +426,19 @@ class Checkpointer:
             storage_uri=environment.storage_uri, memory_bytes=environment.memory_bytes,
             max_to_keep=environment.max_to_keep, resume_step=environment.resume_step or 0,
         )  # fmt: skip
+        link, absence = None, ""
         try:
-            return AgentLink(environment.socket, hello)
+            link = _find_agent(environment.socket, hello)
         except AgentUnavailable as error:
-            log.warning("stepfast: %s; saves go straight to %s", error, environment.storage_uri)
+            absence = str(error)
+        # With an agent here and none there no step would ever be whole: an agent waits for all ranks of its node.
+        absences = [text for text in self._gang.exchange("agent", absence) if text]
+        if absences and link is not None:
+            link.close()
+        if absences:
+            log.warning("stepfast: %s; saves go straight to %s", absence or absences[0], environment.storage_uri)
             return None
+        return link
 
     def _open_store(self) -> Store:
         if self._store is None:
@@ -455,6 +465,25 @@ class Checkpointer:
     def _at_exit(self) -> None:
         # Without close() nothing is lost either: what is staged is the agent's by now.
         self._end()
+
+
+def _find_agent(socket: str, hello: Hello) -> AgentLink:
+    """The link to an agent that may be starting. Raises AgentUnavailable."""
+    deadline = time.monotonic() + AGENT_START_SECONDS
+    while True:
+        try:
+            return AgentLink(socket, hello)
+        except AgentUnavailable:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def _joined(environment: Environment, gang: Gang) -> Environment:
+    """The environment as the gang knows it: a script may have started its ranks itself (torch.multiprocessing)."""
+    if environment.world_size == 1 and gang.world_size > 1:
+        environment = replace(environment, local_rank=gang.rank, local_world_size=gang.world_size, node=0)
+    return replace(environment, rank=gang.rank, world_size=gang.world_size)
 
 
 def _interval_of(interval: Interval | str | None, environment: Environment) -> Interval:

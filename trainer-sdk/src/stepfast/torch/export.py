@@ -16,5 +16,8 @@ def export_torch(store: Store, step: int, rank: int, target: Path, *, weights_on
     `store` is the job's folder. Raises CheckpointNotFound, CheckpointDamaged, CheckpointUnsafe.
     """
     reader = StepReader(DirectSource(store, "", run=""), step, name="state")
-    root, _ = reader.read(rank, weights_only=weights_only)
+    try:
+        root, _ = reader.read(rank, weights_only=weights_only)
+    finally:
+        reader.close()
     torch.save(root, target)

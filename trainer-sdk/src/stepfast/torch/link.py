@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from stepfast.client import RankClient
 from stepfast.errors import AgentUnavailable, CheckpointNotFound, StepfastError, StorageUnavailable
 from stepfast.protocol import (
+    MAX_METRIC_NAME,
+    MAX_METRICS,
     Committed,
     Dropped,
     Expect,
@@ -31,6 +33,7 @@ from stepfast.torch.staging import MappedSlot, SlotMaps
 log = logging.getLogger("stepfast")
 
 _RECONNECT_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_LASTING_SECONDS = 5.0  # a connection that ends sooner was none: the pauses before the next go on growing
 
 
 class AgentLink:
@@ -40,6 +43,7 @@ class AgentLink:
         self._path, self._hello = path, hello
         self.maps = SlotMaps()
         self.save_requested = False
+        self._metrics_cut = False
         self._committed: dict[int, float] = {}
         self._dropped: set[int] = set()
         self._failure: str | None = None
@@ -49,6 +53,7 @@ class AgentLink:
         self._closed = False
         self._lost_time = time.monotonic()
         self._reconnecting = False
+        self._attempts, self._connect_time = 0, self._lost_time
         self._ready: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._preparing: Callable[[MappedSlot], None] = MappedSlot.populate
         self._client: RankClient | None = None
@@ -80,8 +85,16 @@ class AgentLink:
                 client.send(message)
 
     def progress(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The heartbeat."""
-        self.tell(Progress(step=step, time=time.time(), metrics=metrics))
+        """The heartbeat; metrics beyond what it can carry stay out of it."""
+        fitting = {key: value for key, value in metrics.items() if len(key) <= MAX_METRIC_NAME}
+        carried = dict(list(fitting.items())[:MAX_METRICS])
+        if len(carried) < len(metrics) and not self._metrics_cut:
+            self._metrics_cut = True
+            log.warning(
+                "stepfast: of %s metrics %s are shown: at most %s, with names of at most %s characters",
+                len(metrics), len(carried), MAX_METRICS, MAX_METRIC_NAME,
+            )  # fmt: skip
+        self.tell(Progress(step=step, time=time.time(), metrics=carried))
 
     def expect(self, size_bytes: int, prepare: Callable[[MappedSlot], None]) -> None:
         """Announces the next save's size; slots that are made for it are mapped and prepared in the background."""
@@ -100,6 +113,8 @@ class AgentLink:
 
     def wait_committed(self, step: int, timeout_seconds: float | None) -> float:
         """Until the step is committed; its time. Raises StorageUnavailable, CheckpointNotFound (dropped)."""
+        if step in self._committed:
+            return self._committed[step]
         self.want(step)
         with self._changed:
             settled = self._changed.wait_for(lambda: step in self._committed or step in self._dropped, timeout_seconds)
@@ -157,10 +172,11 @@ class AgentLink:
                     del self._committed[min(self._committed)]
             elif isinstance(message, Dropped):
                 self._dropped.add(message.step)
+                self._wanted.discard(message.step)
             self._changed.notify_all()
 
     def _map(self, message: SlotReady, descriptor: int) -> None:
-        mapped, is_new = self.maps.take(message.slot, message.generation, message.capacity_bytes, descriptor)
+        mapped, is_new = self.maps.take(message.slot, message.capacity_bytes, descriptor)
         if is_new:
             mapped.populate()
         self._preparing(mapped)
@@ -180,8 +196,11 @@ class AgentLink:
         threading.Thread(target=self._reconnect, name="stepfast-reconnect", daemon=True).start()
 
     def _reconnect(self) -> None:
-        attempt = 0
+        if time.monotonic() - self._connect_time > _LASTING_SECONDS:
+            self._attempts = 0
         while not self._closed:
+            time.sleep(_RECONNECT_SECONDS[min(self._attempts, len(_RECONNECT_SECONDS) - 1)])
+            self._attempts += 1
             try:
                 client = self._connect()
                 for offer in list(self._offers.values()):
@@ -189,9 +208,8 @@ class AgentLink:
                 for step in self.waited_steps:
                     client.send(Want(step=step))
             except (StepfastError, OSError):
-                time.sleep(_RECONNECT_SECONDS[min(attempt, len(_RECONNECT_SECONDS) - 1)])
-                attempt += 1
                 continue
+            self._connect_time = time.monotonic()
             with self._changed:
                 is_lost = client.is_lost  # asked once: it may be lost a moment later, which is then `_on_lost`'s
                 self._reconnecting = is_lost

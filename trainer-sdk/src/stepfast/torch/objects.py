@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.nn.parallel import DistributedDataParallel
 
 from stepfast.errors import CheckpointMismatch
 from stepfast.torch.state import Collected, collect
@@ -30,7 +33,7 @@ class ObjectSet:
             raise ValueError(f"replicated names {', '.join(unknown)}, which is not among the objects")
         self._objects = dict(objects)
         self._declared = frozenset(replicated)
-        wrapped = [name for name, item in objects.items() if _is_ddp(item)]
+        wrapped = [name for name, item in objects.items() if _is_equal_on_all_ranks(item)]
         self.replicated_names = sorted({*replicated, *wrapped})
 
     def state(self) -> dict[str, Any]:
@@ -42,7 +45,8 @@ class ObjectSet:
     def replicated_tensors(self, root: Mapping[str, Any], collected: Collected) -> list[bool]:
         """For each collected tensor of the root, in order, whether all ranks have the same.
 
-        Of a DDP-wrapped module these are the parameters; its buffers are each rank's own between two forward passes.
+        Of a DDP-wrapped module these are the parameters that DDP keeps equal; its buffers are each rank's own between
+        two forward passes.
         """
         flags: list[bool] = []
         for name, state in root.items():
@@ -50,8 +54,8 @@ class ObjectSet:
             count = len(collect(state).tensors)
             if name in self._declared:
                 flags += [True] * count
-            elif item is not None and _is_ddp(item):
-                flags += _parameter_flags(item.module, state)
+            elif _is_ddp(item) and name in self.replicated_names:
+                flags += _parameter_flags(item, state)
             else:
                 flags += [False] * count
         if len(flags) != len(collected.tensors):
@@ -82,16 +86,25 @@ def _has_state(item: Any) -> bool:
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
 
 
-def _is_ddp(item: Any) -> bool:
-    return isinstance(item, torch.nn.parallel.DistributedDataParallel)
+def _is_ddp(item: Any) -> TypeGuard[DistributedDataParallel]:
+    return isinstance(item, DistributedDataParallel)
+
+
+def _is_equal_on_all_ranks(item: Any) -> bool:
+    """Whether DDP keeps the module equal on every rank of the job: over all of them, and at every step."""
+    if not _is_ddp(item) or dist.get_world_size(item.process_group) != dist.get_world_size():
+        return False
+    # Under post-local SGD the replicas drift apart between two averagings. DDP keeps its hooks to itself.
+    return not any(isinstance(state, PostLocalSGDState) for _, state in getattr(item, "_comm_hooks", ()))
 
 
 def _unwrapped(item: Any) -> Any:
     return item.module if _is_ddp(item) else item
 
 
-def _parameter_flags(module: torch.nn.Module, state: Mapping[str, Any]) -> list[bool]:
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+def _parameter_flags(model: DistributedDataParallel, state: Mapping[str, Any]) -> list[bool]:
+    parameters = {name for name, _ in model.module.named_parameters(remove_duplicate=False)}
+    parameters -= set(model.parameters_to_ignore)
     flags: list[bool] = []
     for key, value in state.items():
         flags += [key in parameters] * len(collect(value).tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from stepfast.layout import (
 from stepfast.step import Tier
 from stepfast.storage import Store
 from stepfast.storage.download import download
+from stepfast.storage.localfile import read_at
 from stepfast.tensorfile import Header, HeaderInvalid, TensorPlace, header_bytes, parse_header
 from stepfast.torch import sharing
 from stepfast.torch.dtypes import NATIVE, as_movable, parse_dtype
@@ -159,44 +159,73 @@ class _Mismatch(CheckpointError):
 
 
 class VerifiedFile:
-    """One rank's file, mapped read-only; a byte is handed out only after its chunk's checksum was found right."""
+    """One rank's file; a byte is handed out only after its chunk's checksum was found right.
+
+    Chunks are read into private memory first: a slot may be reused, and a disk may fail, between check and copy.
+    """
 
     def __init__(self, found: Found, entry: FileEntry) -> None:
         self.tier = found.tier
-        self._entry = entry
-        self._verified = [False] * len(entry.checksums)
+        self._entry, self._offset = entry, found.offset
+        self._file = open(found.descriptor, "rb", buffering=0)  # noqa: SIM115  # closed with this object
+        self._chunk = memoryview(bytearray(min(entry.chunk_bytes, entry.size_bytes)))
+        self._held: tuple[int, int] = (-1, 0)  # the chunk that is in memory, and its size
         try:
             if found.size_bytes != entry.size_bytes:
                 raise _Mismatch(f"{found.size_bytes} bytes instead of {entry.size_bytes}")
-            if os.fstat(found.descriptor).st_size < found.offset + entry.size_bytes:
-                raise _Mismatch("cut short")
-            self._map = mmap.mmap(found.descriptor, found.offset + entry.size_bytes, prot=mmap.PROT_READ)
-        finally:
-            os.close(found.descriptor)
-        self._data = memoryview(self._map)[found.offset :]
-        try:
-            self.header: Header = parse_header(self.bytes(0, header_bytes(bytes(self.bytes(0, 8)))))
+            self.header: Header = parse_header(self._bytes(0, header_bytes(self._bytes(0, 8))))
         except HeaderInvalid as error:
+            self._file.close()
             raise _Mismatch(str(error)) from error
-
-    def bytes(self, begin: int, end: int) -> memoryview:
-        """A view of the file's bytes, verified. Raises _Mismatch."""
-        size = self._entry.chunk_bytes
-        for chunk in range(begin // size, -(-end // size)):
-            if not self._verified[chunk]:
-                data = self._data[chunk * size : (chunk + 1) * size]
-                if checksum(data) != self._entry.checksums[chunk]:
-                    raise _Mismatch(f"bytes {chunk * size} to {chunk * size + len(data)} are not those that were saved")
-                self._verified[chunk] = True
-        return self._data[begin:end]
+        except _Mismatch:
+            self._file.close()
+            raise
 
     def tensor(self, place: TensorPlace, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """A private copy of a tensor's bytes as that dtype and shape."""
         target = torch.empty(tuple(shape), dtype=dtype)
         if place.end > place.begin:
             flat: Any = target.reshape(-1).view(torch.uint8).numpy()  # a buffer, which numpy's types do not say
-            memoryview(flat)[:] = self.bytes(place.begin, place.end)
+            self._read(place.begin, memoryview(flat))
         return target
+
+    def close(self) -> None:
+        """Lets the file go."""
+        self._file.close()
+
+    def _bytes(self, begin: int, end: int) -> bytes:
+        data = bytearray(max(0, min(end, self._entry.size_bytes) - begin))
+        self._read(begin, memoryview(data))
+        return bytes(data)
+
+    def _read(self, begin: int, target: memoryview) -> None:
+        """Fills the target with the file's bytes from `begin` on, verified. Raises _Mismatch."""
+        filled, size = 0, self._entry.chunk_bytes
+        while filled < len(target):
+            index, within = divmod(begin + filled, size)
+            chunk = self._verified(index)[within : within + len(target) - filled]
+            if not chunk:
+                raise _Mismatch(f"it ends before byte {begin + len(target)}")
+            target[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+
+    def _verified(self, index: int) -> memoryview:
+        held, held_bytes = self._held
+        if held == index:
+            return self._chunk[:held_bytes]
+        begin = index * self._entry.chunk_bytes
+        chunk = self._chunk[: max(0, min(self._entry.chunk_bytes, self._entry.size_bytes - begin))]
+        self._held = (-1, 0)
+        try:
+            got = read_at(self._file.fileno(), self._offset + begin, chunk)
+        except OSError as error:
+            raise _Mismatch(f"bytes {begin} to {begin + len(chunk)} cannot be read: {error.strerror}") from error
+        if got < len(chunk):
+            raise _Mismatch("cut short")
+        if len(chunk) and checksum(chunk) != self._entry.checksums[index]:
+            raise _Mismatch(f"bytes {begin} to {begin + len(chunk)} are not those that were saved")
+        self._held = (index, len(chunk))
+        return chunk
 
 
 class StepReader:
@@ -210,6 +239,11 @@ class StepReader:
         }
         self._files: dict[int, VerifiedFile] = {}
 
+    def close(self) -> None:
+        """Lets all files go."""
+        for file in self._files.values():
+            file.close()
+
     @property
     def tier(self) -> Tier:
         """Memory when every file that was read came from there."""
@@ -222,7 +256,9 @@ class StepReader:
             return self._attempt(rank, weights_only=weights_only)
         except _MemoryMismatch:
             # The slot was reused while it was read, or its owner wrote into it: storage decides.
-            self._files = {r: file for r, file in self._files.items() if file.tier is Tier.PERSISTENT}
+            for source, file in list(self._files.items()):
+                if file.tier is Tier.MEMORY:
+                    self._files.pop(source).close()
             return self._attempt(rank, weights_only=weights_only, refresh=True)
 
     def _attempt(self, rank: int, *, weights_only: bool, refresh: bool = False) -> tuple[Any, Mapping[str, Any]]:

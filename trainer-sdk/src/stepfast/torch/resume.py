@@ -59,6 +59,8 @@ class Resumer:
         wanted = first = self._agree_on(step)
         while wanted is not None:
             damage, root, reader = self._read(wanted)
+            if reader is not None:
+                reader.close()
             if damage is None and reader is not None:
                 self._objects.load({name: state for name, state in root.items() if name != RNG}, step=wanted)
                 if RNG in root:

@@ -19,9 +19,8 @@ from stepfast.commit import FileUpload, try_commit, write_part
 from stepfast.environment import Environment
 from stepfast.errors import AgentUnavailable, ObjectNotFound, StorageError, StorageUnavailable
 from stepfast.histories import SaveRow, append_rows
-from stepfast.layout import CHUNK_BYTES, FileEntry, Manifest, Part, data_path, job_folder, part_path
+from stepfast.layout import CHUNK_BYTES, FileEntry, Manifest, Part, data_path, job_folder, join, part_path
 from stepfast.protocol import Reserved, Staged
-from stepfast.retention import steps_to_remove
 from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
 from stepfast.storage import Store
 from stepfast.torch.link import AgentLink
@@ -76,7 +75,7 @@ class AgentSaver:
             reserved, descriptor = client.reserve(
                 step=save.step, name=self._name, size_bytes=size, window_begin=begin, drop=save.drop
             )
-            slot, _ = self._link.maps.take(reserved.slot, reserved.generation, reserved.capacity_bytes, descriptor)
+            slot, _ = self._link.maps.take(reserved.slot, reserved.capacity_bytes, descriptor)
             self.slots, self.persisting, self.unpersisted = (
                 reserved.slots,
                 reserved.persisting,
@@ -150,7 +149,7 @@ class DirectSaver:
         """Whether this rank saved the step before in this run: what a manifest may name is never written over."""
         path = part_path(step, self._environment.run, DIRECT_NODE + self._environment.rank)
         try:
-            self._store.read(f"{self._folder}/{path}")
+            self._store.read(join(self._folder, path))
         except ObjectNotFound:
             return False
         log.warning("stepfast: step %s was saved before in this run: that save stays", step)
@@ -162,7 +161,7 @@ class DirectSaver:
             descriptor = os.memfd_create("stepfast-window", os.MFD_CLOEXEC)
             try:
                 os.ftruncate(descriptor, CONTROL_BYTES + size)
-                self._buffer = MappedSlot(descriptor, size, 0)
+                self._buffer = MappedSlot(descriptor, size)
             finally:
                 os.close(descriptor)
         window = self._buffer.capacity_bytes // upload.chunk_bytes * upload.chunk_bytes
@@ -196,10 +195,10 @@ class DirectSaver:
         )  # fmt: skip
         try:
             append_rows(self._store, self._folder, [row])
-            committed = [found.step for found in catalog.committed_steps(self._store, self._folder)]
-            protected = [environment.resume_step] if environment.resume_step else []
-            for step in steps_to_remove(committed, max_to_keep=environment.max_to_keep, protected=protected):
-                catalog.remove_step(self._store, self._folder, step)
+            catalog.retain(
+                self._store, self._folder, run=environment.run, max_to_keep=environment.max_to_keep,
+                protected=[environment.resume_step] if environment.resume_step else [],
+            )  # fmt: skip
         except StorageError as error:
             log.warning("stepfast: after the commit of step %s: %s", save.step, error)
 

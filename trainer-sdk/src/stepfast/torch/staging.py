@@ -22,14 +22,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class MappedSlot:
-    """One generation of one slot, mapped into this process."""
+    """One slot's file, mapped into this process."""
 
-    def __init__(self, descriptor: int, capacity_bytes: int, generation: int) -> None:
+    def __init__(self, descriptor: int, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.generation = generation
+        self._file = _identity(descriptor)
         self._map = mmap.mmap(descriptor, CONTROL_BYTES + capacity_bytes)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._views: tuple[object, list[torch.Tensor]] = (None, [])  # and the layout that they were made for
+
+    def is_of(self, descriptor: int) -> bool:
+        """Whether this is a mapping of the descriptor's file."""
+        return _identity(descriptor) == self._file
 
     @property
     def data(self) -> memoryview:
@@ -88,6 +92,12 @@ class MappedSlot:
         return views
 
 
+def _identity(descriptor: int) -> tuple[int, int]:
+    """What tells a file from any other: its number is not given away again while it is mapped."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
 def copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies each source into its target; returns when the bytes are there, from whatever device."""
     with torch.no_grad():
@@ -103,16 +113,15 @@ class SlotMaps:
         self._maps: dict[int, MappedSlot] = {}
         self._lock = threading.Lock()
 
-    def take(self, index: int, generation: int, capacity_bytes: int, descriptor: int) -> tuple[MappedSlot, bool]:
+    def take(self, index: int, capacity_bytes: int, descriptor: int) -> tuple[MappedSlot, bool]:
         """The mapping of that slot (and whether it is new); closes the descriptor."""
         try:
             with self._lock:
                 known = self._maps.get(index)
-                if known is not None and known.generation == generation:
+                # By the file, not by its number: an agent that was started anew counts from the beginning.
+                if known is not None and known.is_of(descriptor):
                     return known, False
-                if known is not None and known.generation > generation:
-                    return MappedSlot(descriptor, capacity_bytes, generation), True
-                self._maps[index] = mapped = MappedSlot(descriptor, capacity_bytes, generation)
+                self._maps[index] = mapped = MappedSlot(descriptor, capacity_bytes)
                 return mapped, True
         finally:
             os.close(descriptor)
