@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -138,6 +139,19 @@ def test_i5_damage_names_the_file_and_the_older_step(agent: Any, kind: str, dama
     assert path.name in str(caught.value)
     assert (caught.value.step, caught.value.older_step) == (6, 5)
     assert len(list(catalog.verify_step(agent.store(), JOB, 5))) == 1
+
+
+def test_i6_saving_does_not_wait_for_storage_that_never_answers(agent: Any, ranks: Any) -> None:
+    rank = agent.join()
+    rank.save(1)
+    rank.wait_committed(1)
+    persister = agent.persisters()[JOB]
+    os.kill(persister, signal.SIGSTOP)
+    for step in (2, 3):
+        rank.save(step)
+    assert 2 not in rank.committed()
+    os.kill(persister, signal.SIGCONT)
+    rank.wait_committed(3)
 
 
 def test_i6_saving_does_not_wait_for_storage_that_cannot_be_reached(agent: Any, ranks: Any) -> None:

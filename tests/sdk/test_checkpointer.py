@@ -18,7 +18,7 @@ from torch import nn
 
 from stepfast.admission import Interval
 from stepfast.errors import CheckpointerOpen, CheckpointMismatch, CheckpointNotFound, StepOutOfOrder
-from stepfast.torch import Tier, checkpoint, every
+from stepfast.torch import Tier, every, join
 
 
 def numbers(bench: Any) -> list[int]:
@@ -41,13 +41,13 @@ def numbers(bench: Any) -> list[int]:
 )
 def test_steps_are_saved_as_the_interval_says(interval: Interval, expected: list[int], any_bench: Any) -> None:
     state = {"step": 0}
-    with any_bench.make(state=state, interval=interval) as checkpointer:
-        for step in range(1, 11):
-            state["step"] = step
-            saved = checkpointer.step(step, metrics={"loss": torch.tensor(1.0), "other": float("nan")})
-            assert (saved is not None) is (step in expected)
-            if saved is not None:
-                saved.wait(timeout_seconds=30.0)
+    checkpointer = any_bench.make(state=state, interval=interval)
+    for step in range(1, 11):
+        state["step"] = step
+        saved = checkpointer.step(step, metrics={"loss": torch.tensor(1.0), "other": float("nan")})
+        assert (saved is not None) is (step in expected)
+        if saved is not None:
+            saved.wait(timeout_seconds=30.0)
 
     assert numbers(any_bench) == expected
 
@@ -172,12 +172,12 @@ def test_training_that_goes_on_from_an_older_step_supersedes_the_newer_ones(any_
     assert numbers(any_bench) == [5, 8, 10, 12]  # who only looks changes nothing
     second["history"] = 2
     assert [step for step in range(6, 12) if checkpointer.step(step)] == [10]
-    checkpointer.close()
+    checkpointer.save(11).wait(timeout_seconds=30.0)
 
-    assert numbers(any_bench) == [5, 10]
+    assert numbers(any_bench) == [5, 10, 11]
     assert len(list(any_bench.folder.glob("*/manifest-superseded-*.json"))) == 3
     back = {"history": 0}
-    assert any_bench.make(state=back).restore() == 10
+    assert any_bench.make(state=back).restore() == 11
     assert back == {"history": 2}
 
 
@@ -399,6 +399,27 @@ def test_step_saved_twice_stays_what_it_was_first(any_bench: Any) -> None:
     assert (back["version"] == 3.0).all()
 
 
+def test_close_saves_the_last_step_that_the_interval_left_out(any_bench: Any) -> None:
+    state = {"step": 0}
+    with any_bench.make(any_bench.environment(on_busy="Skip"), state=state, interval=every(steps=4)) as checkpointer:
+        for step in range(1, 8):
+            state["step"] = step
+            checkpointer.step(step)
+
+    assert numbers(any_bench)[-1] == 7
+    back = {"step": 0}
+    assert any_bench.make(state=back).restore() == 7
+    assert back == {"step": 7}
+
+
+def test_training_that_fails_saves_nothing_on_its_way_out(any_bench: Any) -> None:
+    with pytest.raises(RuntimeError), any_bench.make(state={}, interval=every(steps=4)) as checkpointer:
+        checkpointer.step(1)
+        raise RuntimeError
+
+    assert numbers(any_bench) == []
+
+
 def test_close_commits_the_newest_save(any_bench: Any) -> None:
     environment = any_bench.environment(persist_interval_seconds=3600.0)
     checkpointer = any_bench.make(environment, state={})
@@ -453,7 +474,7 @@ def test_data_loader_workers_leave_the_connection_alone(any_bench: Any) -> None:
 def test_absent_agent_is_told_once_and_saves_go_to_the_storage(
     bench: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "AGENT_START_SECONDS", 0.1)
+    monkeypatch.setattr(join, "AGENT_START_SECONDS", 0.1)
     with caplog.at_level(logging.WARNING, "stepfast"):
         checkpointer = bench.make(bench.environment(socket="/nowhere/agent.sock"), state={})
         checkpointer.save(1)

@@ -57,9 +57,9 @@ if __name__ == "__main__":
 HALF = """
 import os, sys
 import torch.distributed as dist
-from stepfast.torch import Checkpointer, checkpoint
+from stepfast.torch import Checkpointer, join
 dist.init_process_group("gloo")
-checkpoint.AGENT_START_SECONDS = 0.2
+join.AGENT_START_SECONDS = 0.2
 if dist.get_rank() == 1:
     os.environ["STEPFAST_SOCKET"] = "/nowhere/agent.sock"
 with Checkpointer(state={"rank": dist.get_rank()}) as checkpointer:

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _COALESCE_SECONDS = 0.2
 _HELLO_SECONDS = 30.0
+_LET_GO_POLL_SECONDS = 10.0
 
 
 class Agent:
@@ -56,24 +57,26 @@ class Agent:
                 self.config.metrics_port,
                 limit_bytes=self.config.memory_limit_bytes,
                 used_bytes=self.memory.used_bytes,
+                lag_seconds=lambda: max((room.lag_seconds for room in self.rooms.values()), default=0.0),
             )
         serving = asyncio.create_task(self._serve(listener), name="serve")
         adopting = asyncio.create_task(self._flush_orphans(), name="flush orphans")
+        clearing = asyncio.create_task(self._let_jobs_go(), name="let jobs go")
         try:
             await self._ending.wait()
             await self._flush_all("SIGTERM")
         finally:
-            await self._close(listener, serving, adopting)
+            await self._close(listener, serving, adopting, clearing)
             if stop_metrics is not None:
                 await asyncio.to_thread(stop_metrics)
 
     async def _close(self, listener: socket.socket, *tasks: asyncio.Task[None]) -> None:
+        is_idle = not any(room.is_living or not room.is_idle for room in self.rooms.values())
         for task in (*tasks, *self._peers):
             task.cancel()
         await asyncio.gather(*tasks, *self._peers, return_exceptions=True)
         listener.close()
         self.config.socket.unlink(missing_ok=True)
-        is_idle = all(room.is_idle for room in self.rooms.values())
         for room in self.rooms.values():
             await room.close()
         if self._publishing is not None:
@@ -97,15 +100,32 @@ class Agent:
             return
         await asyncio.sleep(self.config.adopt_seconds)
         for job, name in adopted:
-            run = self.rooms[job].runs.get(name)
+            run = self.rooms[job].runs.get(name) if job in self.rooms else None
             if run is not None and not any(session.alive for session in run.sessions.values()):
                 self.rooms[job].flush(run)
+
+    async def _let_jobs_go(self) -> None:
+        """A job that nobody has run here for a while, and of which all is persisted, leaves memory and processes."""
+        quiet: dict[JobKey, float] = {}  # since when
+        while True:
+            await asyncio.sleep(min(_LET_GO_POLL_SECONDS, self.config.idle_seconds / 2))
+            now = time.monotonic()
+            quiet = {
+                job: quiet.get(job, now) for job, room in self.rooms.items() if room.is_idle and not room.is_living
+            }
+            for job in [job for job, since in quiet.items() if now - since >= self.config.idle_seconds]:
+                log.info("%s has left this node", job)
+                room = self.rooms.pop(job)
+                room.slots.release_all()
+                self.memory.forget(job)
+                await room.close()
 
     async def _flush_all(self, cause: str) -> None:
         begin = time.monotonic()
         for room in self.rooms.values():
             for run in room.runs.values():
                 room.flush(run)
+        await asyncio.sleep(0.02)  # ranks that died a moment ago are still to be noticed
         while not all(room.is_idle for room in self.rooms.values()):
             if time.monotonic() - begin > self.config.flush_timeout_seconds:
                 log.error("not all was persisted within %s s", self.config.flush_timeout_seconds)
@@ -197,9 +217,9 @@ class Agent:
         """Frees slots that nobody needs: first of ranks that are gone, then beyond the shares of other living jobs."""
         others = [other for other in self.rooms.values() if other is not room]
         for candidate in (*others, room):
-            wanted_bytes -= candidate.release_idle(wanted_bytes)
+            wanted_bytes -= candidate.slots.release_idle(wanted_bytes)
         for other in others:
-            wanted_bytes -= other.release_excess(wanted_bytes, self.share_bytes)
+            wanted_bytes -= other.slots.release_excess(wanted_bytes, self.share_bytes)
 
     def _room(self, job: JobKey, storage_uri: str) -> Room:
         room = self.rooms.get(job)
@@ -219,7 +239,7 @@ class Agent:
         return NodeStatus(
             node=self.config.node,
             memory_limit_bytes=self.config.memory_limit_bytes,
-            memory_used_bytes=sum(room.memory_bytes() for room in self.rooms.values()),
+            memory_used_bytes=sum(room.slots.size_bytes for room in self.rooms.values()),
             jobs=tuple(status for _, room in sorted(self.rooms.items()) for status in room.status()),
         )
 

@@ -20,6 +20,7 @@ class Config:
     spool_folder: Path | None = None
     flush_timeout_seconds: float = 120.0
     adopt_seconds: float = 3.0  # how long ranks of an earlier agent have to come back before all is flushed
+    idle_seconds: float = 600.0  # how long a job that nobody runs any more keeps its memory and its persister
     remove_memory: bool = False
     storage_deadline_seconds: float = 30.0  # how long one operation is repeated before its failure is told
     retry_limit_seconds: float = 30.0  # the longest pause between two tries to persist or commit a step
@@ -37,6 +38,10 @@ def parse_config(arguments: Sequence[str]) -> Config:
     parser.add_argument("--spool-dir", type=Path, help="folder for objects that are fetched (default: the system's)")
     parser.add_argument("--flush-timeout", type=float, default=120.0, metavar="SECONDS", help="at the end")
     parser.add_argument("--adopt-timeout", type=float, default=3.0, metavar="SECONDS", help="for ranks to come back")
+    parser.add_argument(
+        "--idle-timeout", type=float, default=600.0, metavar="SECONDS",
+        help="how long a job that nobody runs any more keeps its memory and its persister (default: 600)",
+    )  # fmt: skip
     parser.add_argument(
         "--remove-memory",
         action="store_true",
@@ -66,6 +71,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
         spool_folder=parsed.spool_dir,
         flush_timeout_seconds=parsed.flush_timeout,
         adopt_seconds=parsed.adopt_timeout,
+        idle_seconds=parsed.idle_timeout,
         remove_memory=parsed.remove_memory,
         storage_deadline_seconds=parsed.storage_deadline,
         retry_limit_seconds=parsed.retry_limit,

@@ -48,10 +48,13 @@ class Metrics:
         self._limit = Gauge(f"{prefix}_memory_limit_bytes", "Memory tier's limit.", registry=self.registry)
         self._lag = Gauge(f"{prefix}_persist_lag_seconds", "Age of the oldest pending step.", registry=self.registry)
 
-    def serve(self, port: int, *, limit_bytes: int, used_bytes: Callable[[], int]) -> Callable[[], None]:
+    def serve(
+        self, port: int, *, limit_bytes: int, used_bytes: Callable[[], int], lag_seconds: Callable[[], float]
+    ) -> Callable[[], None]:
         """Serves the metrics on loopback; returns what ends that."""
         self._limit.set(limit_bytes)
         self._used.set_function(used_bytes)
+        self._lag.set_function(lag_seconds)
         server, thread = start_http_server(port, addr="127.0.0.1", registry=self.registry)
 
         def stop() -> None:
@@ -83,6 +86,3 @@ class Metrics:
 
     def flushed(self, cause: str, seconds: float) -> None:
         self._flush.labels(cause=cause).observe(seconds)
-
-    def lag(self, seconds: float) -> None:
-        self._lag.set(seconds)

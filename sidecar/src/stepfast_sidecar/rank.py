@@ -42,7 +42,7 @@ from stepfast_sidecar.memory import MAX_SLOTS, SlotPlan, plan_slots
 from stepfast_sidecar.persisterprocess import PersisterLost, RequestFailed
 from stepfast_sidecar.room import Room
 from stepfast_sidecar.run import Run, Session
-from stepfast_sidecar.slots import RankSlots, refusal
+from stepfast_sidecar.slots import refusal
 
 if TYPE_CHECKING:
     from stepfast_sidecar.agent import Agent
@@ -77,7 +77,7 @@ class _RankServer:
         self._agent, self._room, self._run, self._session = agent, room, run, session
         hello = session.hello
         self._rank = hello.rank
-        self._slots = room.slots.setdefault(hello.rank, RankSlots(room.job, hello.rank, agent.memory))
+        self._slots = room.slots.of(hello.rank)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, messages: AsyncIterator[Message]) -> None:
@@ -102,11 +102,8 @@ class _RankServer:
         room, run, session = self._room, self._run, self._session
         match message:
             case Progress():
-                session.global_step, session.step_time, session.metrics = (
-                    message.step,
-                    message.time,
-                    message.metrics,
-                )
+                session.global_step, session.step_time = message.step, message.time
+                session.metrics = message.metrics or session.metrics
                 self._agent.changed(False)
             case Staged():
                 self._staged(message)
@@ -318,7 +315,7 @@ class _RankServer:
     async def _fetch(self, message: Fetch) -> None:
         if not is_readable_path(message.path):
             raise ProtocolError(f"{message.path!r} is no file of a step")
-        held = None if message.refresh else self._room.held_file(message.path)
+        held = None if message.refresh else self._room.slots.held_file(message.path)
         if held is not None:
             record = held.read_control().record
             if record is not None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, assert_never
 
 from stepfast.errors import ProtocolError
 from stepfast.histories import SaveRow
-from stepfast.layout import job_folder, parse_data_path
+from stepfast.layout import job_folder
 from stepfast.nodestatus import JobStatus
 from stepfast.protocol import Committed, Dropped, Hello, Message, PersistFailed
 from stepfast.slot import SlotRecord, SlotState
@@ -18,11 +18,12 @@ from stepfast.step import JobKey, attempt_of
 from stepfast_sidecar.config import Config
 from stepfast_sidecar.flow import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow, RunFlow
 from stepfast_sidecar.history import History
+from stepfast_sidecar.jobslots import JobSlots
 from stepfast_sidecar.memory import MemoryTier, SlotFile
 from stepfast_sidecar.metrics import Metrics
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
 from stepfast_sidecar.run import Run, Session
-from stepfast_sidecar.slots import RankSlots, misfit
+from stepfast_sidecar.slots import misfit
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +44,12 @@ class Room:
         config: Config,
         memory: MemoryTier,
         metrics: Metrics,
-        changed: Any,
+        changed: Callable[[bool], None],
     ) -> None:
         self.job = job
         self.storage_uri = storage_uri
         self.runs: dict[str, Run] = {}
-        self.slots: dict[int, RankSlots] = {}
+        self.slots = JobSlots(job, memory, self.runs)
         self._config, self._memory, self._metrics = config, memory, metrics
         self._changed = changed  # called with True when the change must be published at once
         self._tasks: set[asyncio.Task[None]] = set()
@@ -92,7 +93,7 @@ class Room:
     def adopt(self, slots: Mapping[int, list[SlotFile]], local_world_sizes: Mapping[str, object]) -> None:
         """Takes over what an earlier agent left: what was staged is persisted, what was persisted may be restored."""
         for rank, files in slots.items():
-            mine = self.slots.setdefault(rank, RankSlots(self.job, rank, self._memory))
+            mine = self.slots.of(rank)
             for file in files:
                 page = file.read_control()
                 mine.add(file)
@@ -201,7 +202,7 @@ class Room:
         run.saved[effect.step] = (saved_time, answer["size"])
         run.forget_streamed(effect.step)
         for holding in effect.holdings:
-            self._note_verdict(holding, SlotState.PERSISTED)
+            self.slots.note(holding, SlotState.PERSISTED)
         run.failures, run.persist_failure = 0, None
         self.carry_out(run, run.flow.persisted(effect.step))
         await self._commit(run, effect.step)
@@ -354,10 +355,6 @@ class Room:
             self.carry_out(run, run.flow.persister_lost())
             self._spawn(self._retry(run), "retry")
 
-    def _note_verdict(self, holding: Holding, verdict: SlotState) -> None:
-        if holding.slot in self.slots[holding.rank].indexes:
-            self.slots[holding.rank].note(holding.slot, holding.seq, verdict)
-
     def give_up_incomplete(self, run: Run) -> None:
         """Steps of a dead run that some rank of this node never staged whole, and never will."""
         if any(session.alive for session in run.sessions.values()):
@@ -369,7 +366,7 @@ class Room:
     def _dropped(self, run: Run, effect: DropStep) -> None:
         step = effect.step
         for holding in effect.holdings:
-            self._note_verdict(holding, SlotState.DROPPED)
+            self.slots.note(holding, SlotState.DROPPED)
         run.forget_streamed(step)
         run.dropped += 1
         self._metrics.dropped()
@@ -399,79 +396,35 @@ class Room:
         if record is None:
             raise ValueError("a slot without a record cannot be persisted")
         return {
-            "path": str(self.slots[holding.rank].file(holding.slot).path), "seq": holding.seq, "rank": holding.rank,
+            "path": str(self.slots.file(holding).path), "seq": holding.seq, "rank": holding.rank,
             "name": record.name, "file_bytes": record.file_bytes, "window_begin": record.window_begin,
             "window_bytes": record.window_bytes,
         }  # fmt: skip
 
-    # ------------------------------------------------------------ reading
-
-    def held_file(self, path: str) -> SlotFile | None:
-        """The slot that holds exactly that persisted file, if one still does."""
-        wanted = parse_data_path(path)
-        if wanted is None:
-            return None
-        for run in self.runs.values():
-            for holding in run.flow.slots_of(wanted.rank):
-                record = holding.record
-                if record is None or holding.step != wanted.step or record.window_bytes != record.file_bytes:
-                    continue
-                if (record.run, record.name, record.world_size) == (
-                    wanted.run,
-                    wanted.name,
-                    wanted.world_size,
-                ):
-                    return self.slots[wanted.rank].file(holding.slot)
-        return None
+    # ------------------------------------------------------------ telling
 
     def status(self) -> list[JobStatus]:
         """The newest runs, for the node's status."""
         newest = sorted(self.runs, key=attempt_of)[-2:]
         return [self.runs[run].status(self.job) for run in newest]
 
-    def memory_bytes(self) -> int:
-        """What the job's slots take of the memory tier."""
-        return sum(slots.file(index).size_bytes for slots in self.slots.values() for index in slots.indexes)
-
     @property
     def is_living(self) -> bool:
         """Whether some rank of the job is connected."""
         return any(session.alive for run in self.runs.values() for session in run.sessions.values())
 
-    def release_idle(self, wanted_bytes: int) -> int:
-        """Frees slots of ranks that are gone, when nothing in them is still to be persisted; returns the bytes."""
-        alive = {rank for run in self.runs.values() for rank, session in run.sessions.items() if session.alive}
-        idle = (Held.FREE, Held.RESERVED, Held.PERSISTED)
-        return self._release([rank for rank in self.slots if rank not in alive], idle, wanted_bytes)
-
-    def release_excess(self, wanted_bytes: int, share_of: Callable[[Hello], int]) -> int:
-        """Frees slots beyond the shares of living ranks, when nothing in them is needed; returns the bytes."""
-        freed = 0
-        for session in [session for run in self.runs.values() for session in run.sessions.values() if session.alive]:
-            slots = self.slots.get(session.hello.rank)
-            excess = slots.size_bytes - share_of(session.hello) if slots is not None else 0
-            if excess > 0 and freed < wanted_bytes:
-                wanted = min(excess, wanted_bytes - freed)
-                freed += self._release([session.hello.rank], (Held.FREE, Held.PERSISTED), wanted)
-        return freed
-
-    def _release(self, ranks: Iterable[int], states: Collection[Held], wanted_bytes: int) -> int:
-        freed = 0
-        for rank in ranks:
-            for index in self.slots[rank].indexes:
-                holders = [run for run in self.runs.values() if (rank, index) in run.flow.holdings]
-                if freed >= wanted_bytes or any(r.flow.holdings[(rank, index)].held not in states for r in holders):
-                    continue
-                freed += self.slots[rank].file(index).size_bytes
-                for run in holders:
-                    run.flow.remove_slot(rank, index)
-                self.slots[rank].release(index)
-        return freed
-
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to persist, to commit or to note."""
         return self._history.is_idle and not any(run.flow.pending_steps() for run in self.runs.values())
+
+    @property
+    def lag_seconds(self) -> float:
+        """The age of the oldest step that waits to be persisted or committed; 0 when there is none."""
+        saved = [
+            run.saved[step][0] for run in self.runs.values() for step in run.flow.pending_steps() if step in run.saved
+        ]
+        return max(0.0, time.time() - min(saved)) if saved else 0.0
 
     async def close(self) -> None:
         """Ends the persister and everything under way."""

@@ -124,7 +124,8 @@ def decide_save(
         )
     wanted = request.explicit or request.final or is_save_step(request.step, pace, interval)
     drop = outrun(reports)
-    if wanted and not request.final and on_busy is OnBusy.SKIP and not all(has_room(r, drop) for r in reports):
+    must_save = request.final or request.must_persist
+    if wanted and not must_save and on_busy is OnBusy.SKIP and not all(has_room(r, drop) for r in reports):
         return Decision(
             step=request.step,
             save=False,
@@ -133,8 +134,9 @@ def decide_save(
             next_step=next_consult(request.step, pace, interval),
         )
     due = (
-        request.must_persist
-        or request.final
+        must_save
+        # The only slot is the next save's too: what stays in memory alone would be in its way for ever.
+        or any(report.slots == 1 for report in reports)
         or pace.last_due_time is None
         or pace.now - pace.last_due_time >= persist_interval_seconds
     )

@@ -21,7 +21,7 @@ MAX_ROWS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRow:
-    """One save. `duration_seconds`: from the save to its commit; `outcome`: Committed, Dropped or MemoryOnly."""
+    """One save. `duration_seconds`: from the save to its commit; `outcome`: Committed or Dropped."""
 
     global_step: int
     run: str

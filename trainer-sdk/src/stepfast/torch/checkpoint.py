@@ -11,7 +11,6 @@ import json
 import logging
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,11 +30,10 @@ from stepfast.errors import (
     StorageUnavailable,
 )
 from stepfast.layout import job_folder
-from stepfast.protocol import VERSION, FinalSaved, Hello, Restored, Skipped
-from stepfast.step import Tier, run_id
+from stepfast.protocol import FinalSaved, Restored, Skipped
+from stepfast.step import Tier
 from stepfast.storage import Store, open_store
-from stepfast.torch.gang import Gang, find_gang
-from stepfast.torch.link import AgentLink
+from stepfast.torch.join import join_agent, join_gang
 from stepfast.torch.objects import RNG, ObjectSet
 from stepfast.torch.plan import SavePlan
 from stepfast.torch.reader import AgentSource, CommittedStep, DirectSource, Source, committed_steps
@@ -46,7 +44,6 @@ from stepfast.torch.state import Collected, collect, encode_value, has_pickles
 
 log = logging.getLogger("stepfast")
 
-AGENT_START_SECONDS = 10.0  # how long an agent is looked for that does not answer yet
 _FINAL_WAIT_SECONDS = 3600.0
 _INITIAL_STALL_SECONDS = 0.05
 _OUTCOMES_KEPT = 100
@@ -115,16 +112,11 @@ class Checkpointer:
         self._interval = _interval_of(interval, self._environment)
         self._objects = ObjectSet(objects, replicated)
         self._name, self._weights_only = name, weights_only
-        self._gang: Gang = find_gang(self._environment.gang_scope or self._environment.run)
-        self._environment = _joined(self._environment, self._gang)
-        if not self._environment.is_run_unique:
-            # torchrun's id may be used again (a fixed --rdzv-id, a requeued job): parts of two runs must never mix.
-            run = self._gang.exchange("run", run_id(uuid.uuid4().hex[:12], 1))[0]
-            self._environment = replace(self._environment, run=run, is_run_unique=True)
+        self._gang, self._environment = join_gang(self._environment)
         self._claim()
         self._store: Store | None = None
         self._direct: DirectSaver | None = None
-        self._link = self._connect()
+        self._link = join_agent(self._environment, self._gang)
         self._agent = AgentSaver(self._link, self._environment, name) if self._link is not None else None
         self._source: Source = (
             AgentSource(self._link)
@@ -168,7 +160,8 @@ class Checkpointer:
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> Saved | None:
         """Call after each step: tells that it is done, and saves when the interval says so.
 
-        metrics: numbers (or 0-d tensors) to show beside the progress. Raises StepOutOfOrder.
+        metrics: numbers (or tensors of one element, read once a second) to show beside the progress; what is neither
+        is left out. Raises StepOutOfOrder.
         """
         now = time.monotonic()
         if self._last_step is not None and step > self._last_step[0]:
@@ -176,7 +169,7 @@ class Checkpointer:
             before = self._pace.step_seconds
             self._pace = replace(self._pace, step_seconds=latest if before == 0 else 0.8 * before + 0.2 * latest)
         if self._link is not None:
-            self._link.progress(step, _numbers(metrics or {}))
+            self._link.progress(step, metrics or {})
         saved = None
         if step >= self._next_step:
             saved = self._consult(Request(step=step))
@@ -213,10 +206,16 @@ class Checkpointer:
         return committed_steps(self._source)
 
     def close(self, timeout_seconds: float = 600.0) -> None:
-        """Waits until the newest save is committed, and says goodbye. Raises StorageUnavailable."""
+        """Saves the last step if the interval left it out, waits until the newest save is committed, and says goodbye.
+
+        Every rank must call it. Raises StorageUnavailable.
+        """
         if self._closed:
             return
         try:
+            last = self._last_step[0] if self._last_step is not None else None
+            if last is not None and (self._newest is None or last > self._newest):
+                self._consult(Request(step=last, explicit=True, must_persist=True))
             if self._newest is not None:
                 self._wait_committed(self._newest, timeout_seconds)
         finally:
@@ -413,33 +412,6 @@ class Checkpointer:
 
     # ------------------------------------------------------------ agent and storage
 
-    def _connect(self) -> AgentLink | None:
-        environment = self._environment
-        if environment.socket is None:
-            if environment.world_size == 1 or environment.rank == 0:
-                log.info("stepfast: no agent (STEPFAST_SOCKET): saves go straight to %s", environment.storage_uri)
-            return None
-        hello = Hello(
-            version=VERSION, job=str(environment.job), run=environment.run, rank=environment.rank,
-            local_rank=environment.local_rank, world_size=environment.world_size,
-            local_world_size=environment.local_world_size, node=environment.node, pid=_pid(),
-            storage_uri=environment.storage_uri, memory_bytes=environment.memory_bytes,
-            max_to_keep=environment.max_to_keep, resume_step=environment.resume_step or 0,
-        )  # fmt: skip
-        link, absence = None, ""
-        try:
-            link = _find_agent(environment.socket, hello)
-        except AgentUnavailable as error:
-            absence = str(error)
-        # With an agent here and none there no step would ever be whole: an agent waits for all ranks of its node.
-        absences = [text for text in self._gang.exchange("agent", absence) if text]
-        if absences and link is not None:
-            link.close()
-        if absences:
-            log.warning("stepfast: %s; saves go straight to %s", absence or absences[0], environment.storage_uri)
-            return None
-        return link
-
     def _open_store(self) -> Store:
         if self._store is None:
             self._store = open_store(self._environment.storage_uri)
@@ -467,25 +439,6 @@ class Checkpointer:
         self._end()
 
 
-def _find_agent(socket: str, hello: Hello) -> AgentLink:
-    """The link to an agent that may be starting. Raises AgentUnavailable."""
-    deadline = time.monotonic() + AGENT_START_SECONDS
-    while True:
-        try:
-            return AgentLink(socket, hello)
-        except AgentUnavailable:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
-def _joined(environment: Environment, gang: Gang) -> Environment:
-    """The environment as the gang knows it: a script may have started its ranks itself (torch.multiprocessing)."""
-    if environment.world_size == 1 and gang.world_size > 1:
-        environment = replace(environment, local_rank=gang.rank, local_world_size=gang.world_size, node=0)
-    return replace(environment, rank=gang.rank, world_size=gang.world_size)
-
-
 def _interval_of(interval: Interval | str | None, environment: Environment) -> Interval:
     if interval is None:
         return environment.interval or Interval()
@@ -494,16 +447,6 @@ def _interval_of(interval: Interval | str | None, environment: Environment) -> I
     if interval == "auto":
         return Interval()
     raise ValueError(f'interval is {interval!r}: give "auto", every(steps=…) or every(seconds=…)')
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {key: float(value.detach() if isinstance(value, torch.Tensor) else value) for key, value in metrics.items()}
-
-
-def _pid() -> int:
-    import os
-
-    return os.getpid()
 
 
 __all__ = ["Checkpointer", "CommittedStep", "Saved", "every"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -33,6 +34,7 @@ from stepfast.torch.staging import MappedSlot, SlotMaps
 log = logging.getLogger("stepfast")
 
 _RECONNECT_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_METRICS_SECONDS = 1.0
 _LASTING_SECONDS = 5.0  # a connection that ends sooner was none: the pauses before the next go on growing
 
 
@@ -44,6 +46,9 @@ class AgentLink:
         self.maps = SlotMaps()
         self.save_requested = False
         self._metrics_cut = False
+        self._metrics_time = -math.inf
+        self._metrics_left: Mapping[str, object] = {}  # of the newest step, not yet told
+        self._last_step = 0
         self._committed: dict[int, float] = {}
         self._dropped: set[int] = set()
         self._failure: str | None = None
@@ -84,17 +89,32 @@ class AgentLink:
             with contextlib.suppress(AgentUnavailable):
                 client.send(message)
 
-    def progress(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The heartbeat; metrics beyond what it can carry stay out of it."""
-        fitting = {key: value for key, value in metrics.items() if len(key) <= MAX_METRIC_NAME}
-        carried = dict(list(fitting.items())[:MAX_METRICS])
+    def progress(self, step: int, metrics: Mapping[str, object]) -> None:
+        """The heartbeat. Metrics go with it once a second: reading one from a GPU waits for the GPU."""
+        now = time.monotonic()
+        carried: dict[str, float] = {}
+        if metrics and now - self._metrics_time >= _METRICS_SECONDS:
+            self._metrics_time, self._metrics_left = now, {}
+            carried = self._readable(metrics)
+        else:
+            self._metrics_left = metrics or self._metrics_left
+        self._last_step = step
+        self.tell(Progress(step=step, time=time.time(), metrics=carried))
+
+    def _readable(self, metrics: Mapping[str, object]) -> dict[str, float]:
+        """What a heartbeat can carry: none of the rest may end training."""
+        carried: dict[str, float] = {}
+        for key, value in metrics.items():
+            if len(key) <= MAX_METRIC_NAME and len(carried) < MAX_METRICS:
+                with contextlib.suppress(TypeError, ValueError, RuntimeError):
+                    carried[key] = float(value)  # type: ignore[arg-type]  # whatever has a number: also a tensor
         if len(carried) < len(metrics) and not self._metrics_cut:
             self._metrics_cut = True
             log.warning(
-                "stepfast: of %s metrics %s are shown: at most %s, with names of at most %s characters",
-                len(metrics), len(carried), MAX_METRICS, MAX_METRIC_NAME,
+                "stepfast: not shown of the metrics: %s (numbers are, at most %s, names of at most %s characters)",
+                ", ".join(sorted(set(metrics) - set(carried)))[:200], MAX_METRICS, MAX_METRIC_NAME,
             )  # fmt: skip
-        self.tell(Progress(step=step, time=time.time(), metrics=carried))
+        return carried
 
     def expect(self, size_bytes: int, prepare: Callable[[MappedSlot], None]) -> None:
         """Announces the next save's size; slots that are made for it are mapped and prepared in the background."""
@@ -137,6 +157,9 @@ class AgentLink:
 
     def close(self) -> None:
         """Says goodbye."""
+        if self._metrics_left:
+            left = self._readable(self._metrics_left)
+            self.tell(Progress(step=self._last_step, time=time.time(), metrics=left))
         with self._changed:
             self._closed = True
             client, self._client = self._client, None
