@@ -413,9 +413,13 @@ def test_close_saves_the_last_step_that_the_interval_left_out(any_bench: Any) ->
 
 
 def test_training_that_fails_saves_nothing_on_its_way_out(any_bench: Any) -> None:
-    with pytest.raises(RuntimeError), any_bench.make(state={}, interval=every(steps=4)) as checkpointer:
-        checkpointer.step(1)
-        raise RuntimeError
+    def train() -> None:
+        with any_bench.make(state={}, interval=every(steps=4)) as checkpointer:
+            checkpointer.step(1)
+            raise RuntimeError("the script fails")
+
+    with pytest.raises(RuntimeError, match="the script fails"):
+        train()
 
     assert numbers(any_bench) == []
 
