@@ -205,8 +205,10 @@ class LocalStore:
             try:
                 return operation()
             except FileNotFoundError as error:
-                # The folder was just made: somebody removes it at this very moment.
-                raise StorageUnavailable(f"{doing} {path}: its folder is being removed") from error
+                # The folder was just made: somebody removes it at this very moment, or what is above it takes none.
+                raise StorageUnavailable(
+                    f"{doing} {path}: its folder cannot be made, or is being removed: {self._root}"
+                ) from error
 
         return self._try(doing, path, attempt)
 

@@ -7,7 +7,6 @@ It decides nothing for itself that ranks must agree on: see `stepfast.admission`
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import threading
 import time
@@ -15,8 +14,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from stepfast.admission import Decision, Interval, Pace, RankReport, Request, decide_save
 from stepfast.environment import Environment, absolute_storage_uri, read_environment
@@ -34,13 +31,11 @@ from stepfast.protocol import FinalSaved, Restored, Skipped
 from stepfast.step import Tier
 from stepfast.storage import Store, open_store
 from stepfast.torch.join import join_agent, join_gang
-from stepfast.torch.objects import RNG, ObjectSet
-from stepfast.torch.plan import SavePlan
+from stepfast.torch.objects import ObjectSet
+from stepfast.torch.planner import Planner
 from stepfast.torch.reader import AgentSource, CommittedStep, DirectSource, Source, committed_steps
 from stepfast.torch.resume import Resumer
-from stepfast.torch.rng import get_rng_state
 from stepfast.torch.saver import AgentSaver, DirectSaver, Save
-from stepfast.torch.state import Collected, collect, encode_value, has_pickles
 
 log = logging.getLogger("stepfast")
 
@@ -111,7 +106,7 @@ class Checkpointer:
             self._environment = replace(self._environment, storage_uri=absolute_storage_uri(storage_uri))
         self._interval = _interval_of(interval, self._environment)
         self._objects = ObjectSet(objects, replicated)
-        self._name, self._weights_only = name, weights_only
+        self._file_name = name
         self._gang, self._environment = join_gang(self._environment)
         self._claim()
         self._store: Store | None = None
@@ -123,7 +118,7 @@ class Checkpointer:
             if self._link is not None
             else DirectSource(self._open_store(), job_folder(self._environment.job), run=self._environment.run)
         )
-        self._plan: SavePlan | None = None
+        self._planner = Planner(self._objects, self._environment, weights_only=weights_only)
         self._newest: int | None = None  # newest step staged or saved
         self._direct_saves: dict[int, StorageError | None] = {}  # steps that went straight to the storage, newest last
         self._resumer = Resumer(
@@ -241,8 +236,10 @@ class Checkpointer:
                 "is its history. To go back, restore the older step in a new process, before the first save"
             )
         asked = self._link is not None and self._link.save_requested
-        if self._plan is None:
-            self._prepare(request.step)  # so that the first report says how this rank divides what is replicated
+        if self._planner.plan is None:
+            self._planner.prepare(
+                request.step
+            )  # so that the first report says how this rank divides what is replicated
         decision = self._gang.consult(self._report(), lambda reports: self._decide(request, reports))
         self._next_step = decision.next_step
         saved = None
@@ -306,7 +303,7 @@ class Checkpointer:
             persisting=agent.persisting if agent is not None else (),
             unpersisted=self._unpersisted(),
             waited=self._link.waited_steps if self._link is not None else (),
-            replicated=self._plan.replicated_digest if self._plan is not None else "",
+            replicated=self._planner.plan.replicated_digest if self._planner.plan is not None else "",
             wants_save=wants_save or (self._link is not None and self._link.save_requested),
         )
 
@@ -316,7 +313,7 @@ class Checkpointer:
         return tuple(step for step in self._agent.unpersisted if not self._link.is_committed(step))
 
     def _save(self, decision: Decision, began: float) -> Saved:
-        plan, header, sources = self._prepare(decision.step)
+        plan, header, sources = self._planner.prepare(decision.step)
         save = Save(
             step=decision.step, due=decision.due, drop=decision.drop, plan=plan, header=header, sources=sources,
             began=began,
@@ -352,44 +349,12 @@ class Checkpointer:
         while len(self._direct_saves) > _OUTCOMES_KEPT:
             del self._direct_saves[next(iter(self._direct_saves))]
 
-    def _prepare(self, step: int) -> tuple[SavePlan, bytes, list[torch.Tensor]]:
-        root = self._objects.state()
-        root[RNG] = get_rng_state()
-        collected = collect(root)
-        plan = self._plan
-        if plan is None or not plan.fits(collected):
-            plan = self._plan = self._make_plan(root, collected)
-        header = plan.header(self._variable(step, collected))
-        return plan, header, plan.sources(collected.tensors)
-
-    def _make_plan(self, root: dict[str, Any], collected: Collected) -> SavePlan:
-        if has_pickles(collected) and self._weights_only:
-            log.warning(
-                "stepfast: the state holds objects that only travel pickled; restoring them needs weights_only=False"
-            )
-        return SavePlan(
-            root,
-            collected,
-            self._objects.replicated_tensors(root, collected),
-            prefix="",
-            rank=self._environment.rank,
-            world_size=self._environment.world_size,
-            replicated_objects=self._objects.replicated_names,
-        )
-
-    def _variable(self, step: int, collected: Collected) -> dict[str, str]:
-        about = {"step": step, "run": self._environment.run, "rank": self._environment.rank}
-        return {
-            "stepfast.save": json.dumps(about),
-            "values": json.dumps([encode_value(value) for value in collected.values], separators=(",", ":")),
-        }
-
     def _announce(self) -> None:
         """Tells the agent, ahead of the first save, how large it will be."""
         self._announced = True
         if self._link is None or self._newest is not None:
             return
-        plan, _, _ = self._prepare(0)
+        plan, _, _ = self._planner.prepare(0)
         self._link.expect(plan.size_bytes, lambda slot: slot.prepare(plan))
 
     def _wait_for_the_end(self, step: int) -> None:
@@ -419,7 +384,7 @@ class Checkpointer:
 
     def _direct_saver(self) -> DirectSaver:
         if self._direct is None:
-            self._direct = DirectSaver(self._open_store(), self._environment, self._name)
+            self._direct = DirectSaver(self._open_store(), self._environment, self._file_name)
         return self._direct
 
     def _end(self) -> None:
