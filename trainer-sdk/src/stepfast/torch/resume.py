@@ -59,8 +59,6 @@ class Resumer:
         wanted = first = self._agree_on(step)
         while wanted is not None:
             damage, root, reader = self._read(wanted)
-            if reader is not None:
-                reader.close()
             if damage is None and reader is not None:
                 self._objects.load({name: state for name, state in root.items() if name != RNG}, step=wanted)
                 if RNG in root:
@@ -102,6 +100,9 @@ class Resumer:
             # The others wait for this rank's verdict: they must not wait for ever.
             self._gang.exchange(topic, f"{_GAVE_UP}{type(error).__name__}: {error}")
             raise
+        finally:
+            if reader is not None:
+                reader.close()
         verdicts = self._gang.exchange(topic, verdict)
         for rank, text in enumerate(verdicts):
             if text.startswith(_GAVE_UP):
