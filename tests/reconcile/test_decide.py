@@ -62,6 +62,23 @@ def test_staged_steps_of_the_failed_run_are_flushed_before_the_resume_step_is_fi
     assert world.status.recoveries[0].steps_lost == 0
 
 
+def test_step_whose_part_is_written_is_waited_for_until_it_is_committed(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(30)
+    world.stage(30)
+    world.is_commit_held = True
+    world.fail()
+    for _ in range(20):
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    assert world.parted == {"uid-1": [30]}
+    assert len(world.launches) == 1, "the next attempt did not wait for the manifest"
+    world.is_commit_held = False
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 30
+    assert not world.status.recoveries[0].steps_lost
+
+
 def test_flush_is_bounded_when_the_storage_does_not_take_it(make_world: MakeWorld) -> None:
     world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
     world.start()

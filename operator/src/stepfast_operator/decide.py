@@ -81,7 +81,7 @@ def _between(observed: Observed) -> Decision:
         waiting = _flush(observed, ended, ended.ended_time)
         if waiting is not None:
             return waiting
-        left = observed.pending_bytes(ended.run) > 0 or observed.agent in (
+        left = observed.has_pending(ended.run) or observed.agent in (
             AgentState.GONE,
             AgentState.STARTING,
         )
@@ -183,7 +183,7 @@ def _flush(observed: Observed, attempt: Attempt, since: float) -> Decision | Non
         return _decision(
             "what is staged is flushed", FlushRun(run=attempt.run), NoteFlushAsked(), RequeueAfter(seconds=0)
         )
-    if observed.pending_bytes(attempt.run) > 0:
+    if observed.has_pending(attempt.run):
         return _decision("what is staged is being persisted", FlushRun(run=attempt.run), wait)
     return None
 

@@ -116,6 +116,9 @@ class Observed:
     def reports_of(self, run: str) -> list[JobStatus]:
         return [report for report in self.reports if report.run == run]
 
-    def pending_bytes(self, run: str) -> int:
-        """What the agents still hold of the run and have to persist."""
-        return sum(report.pending_bytes for report in self.reports_of(run))
+    def has_pending(self, run: str) -> bool:
+        """Whether the agents still have to persist or to commit something of the run.
+
+        Bytes alone do not tell: a part that is written holds none, and is no step before its manifest is there (I1).
+        """
+        return any(report.pending_bytes > 0 or report.pending_steps for report in self.reports_of(run))

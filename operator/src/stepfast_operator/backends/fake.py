@@ -56,6 +56,8 @@ class FakeBackend:
         self.gangs: dict[str, FakeGang] = {}
         self.steps: dict[int, float] = {}  # committed step: when
         self.staged: dict[str, list[int]] = {}  # by run: staged, not yet persisted
+        self.parted: dict[str, list[int]] = {}  # by run: persisted, not yet committed
+        self.is_commit_held = False  # parts are written, manifests are not
         self.final: dict[str, int] = {}
         self.launches: list[LaunchGang] = []
         self.saved: Status | None = None
@@ -92,9 +94,10 @@ class FakeBackend:
         self.staged.setdefault(self.gang.run, []).append(step)
 
     def persist(self, run: str) -> None:
-        """What is staged of the run becomes committed."""
-        for step in self.staged.pop(run, []):
-            self.steps[step] = self.now
+        """What is staged of the run becomes committed, or stays half-way while commits are held."""
+        self.parted.setdefault(run, []).extend(self.staged.pop(run, []))
+        if not self.is_commit_held:
+            self.steps.update(dict.fromkeys(self.parted.pop(run), self.now))
 
     def fail(self, rank: int = 1, exit_code: int = 1) -> None:
         """A rank fails, and its launcher says so."""
@@ -213,11 +216,11 @@ class FakeBackend:
             world_size=self.world_size,
             ranks=tuple(gang.ranks.values()),
             saves=SaveStatus(),
-            latest_memory_step=max(staged, default=None),
+            latest_memory_step=max([*self.parted.get(gang.run, []), *staged], default=None),
             latest_persisted_step=max(self.steps, default=None),
             latest_persisted_time=max(self.steps.values(), default=None),
             pending_bytes=STEP_BYTES * len(staged),
-            pending_steps=tuple(staged),
+            pending_steps=(*self.parted.get(gang.run, []), *staged),
             final_step=self.final.get(gang.run),
         )
 
