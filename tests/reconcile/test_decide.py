@@ -12,6 +12,7 @@ import pytest
 from stepfast_operator.actions import LaunchGang, StartAgent, StopGang, StopMode
 from stepfast_operator.backends.fake import FakeGang
 from stepfast_operator.document import decode, encode
+from stepfast_operator.local.session import exit_code_of
 from stepfast_operator.observed import AgentState, DeadRank, Observed, WorkerPhase
 from stepfast_operator.record import Cause, ConditionType, FailedReason, State, Status
 
@@ -234,6 +235,96 @@ def test_success_is_flushed_and_terminal(make_world: MakeWorld) -> None:
     world.settle()
     assert world.status.state == State.COMPLETE
     assert len(world.launches) == launches
+
+
+def test_success_whose_last_step_the_storage_does_not_take_is_no_success(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.is_storage_down = True
+    world.succeed()
+    began = world.now
+    world.relaunched()
+    failed = world.status.condition(ConditionType.FAILED)
+    assert failed.reason == FailedReason.CHECKPOINT_UNAVAILABLE
+    assert "step 10 " in failed.message
+    assert "same command" in failed.message
+    assert 5 <= world.now - began < 6
+    assert exit_code_of(world.status) == 1
+
+
+def test_rank_that_succeeded_without_a_goodbye_has_not_failed_while_its_steps_are_flushed(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.is_commit_held = True
+    world.succeed()
+    dead = DeadRank(rank=1, node="node-0", ended_time=world.now)
+    observe = world.observe
+
+    async def with_dead(status: Status) -> Observed:
+        return replace(await observe(status), dead_ranks=[dead])
+
+    world.observe = with_dead
+    for _ in range(20):
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    world.is_commit_held = False
+    world.relaunched()
+    assert (world.status.state, world.status.attempt) == (State.COMPLETE, 1)
+
+
+def test_success_is_not_trusted_while_no_agent_can_say_what_is_left(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.settle()
+    world.succeed()
+    for _ in range(100):
+        world.agent = AgentState.STARTING
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    assert world.status.condition(ConditionType.FAILED).reason == FailedReason.CHECKPOINT_UNAVAILABLE
+
+
+def test_success_of_a_script_that_saved_nothing_needs_no_agent(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    world.start()
+    world.succeed()
+    for _ in range(100):
+        world.agent = AgentState.STARTING
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    assert world.status.state is State.COMPLETE
+
+
+def test_flush_is_asked_for_once_even_without_time_for_it(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 0})
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.succeed()
+    world.relaunched()
+    assert (world.status.state, list(world.steps)) == (State.COMPLETE, [10])
+
+
+def test_agent_that_was_replaced_during_the_flush_is_asked_again(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(30)
+    world.stage(30)
+    world.is_storage_down = True
+    world.fail()
+    while world.status.current.flush_asked_time is None:
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    world.agent = AgentState.GONE
+    # To the one after it the step is not due yet: nothing seems to be pending.
+    world.staged_not_due, world.staged = world.staged, {}
+    world.is_storage_down = False
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 30
 
 
 def test_one_worker_that_succeeded_does_not_end_the_others(make_world: MakeWorld) -> None:

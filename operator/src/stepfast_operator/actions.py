@@ -112,6 +112,11 @@ class NoteFlushAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetFlushAsked:
+    """Record: the agent that was asked to flush is gone; the one after it is to be asked, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoteFlushed:
     """Record: nothing more of the failed run is waited for."""
 
@@ -126,6 +131,11 @@ class NoteHang:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkSuspended:
     """Record: stopped, to be resumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkResumed:
+    """Record: a suspended job goes on; what could not be flushed when it was suspended is to be flushed now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +166,11 @@ Record: TypeAlias = (
     | BeginStop
     | NoteSuccess
     | NoteFlushAsked
+    | ForgetFlushAsked
     | NoteFlushed
     | NoteHang
     | MarkSuspended
+    | MarkResumed
     | MarkComplete
     | MarkFailed
 )

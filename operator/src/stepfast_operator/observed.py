@@ -95,6 +95,7 @@ class Observed:
 
     `gang` is that of the current attempt, None when it was never launched. `live_runs` are the runs of this
     job that still have a living process or pod. `reports` are the agents' views of this job's runs.
+    `began_time` is when this operator (this `stepfast run`) began to look: what was due before it nobody could do.
     `committed` is None until a decision asked to read it; `storage_error` says why reading failed.
     """
 
@@ -111,6 +112,7 @@ class Observed:
     dead_ranks: Sequence[DeadRank] = ()
     committed: Sequence[Committed] | None = None
     storage_error: str | None = None
+    began_time: float = 0.0
     storage_uri: str = ""
 
     def reports_of(self, run: str) -> list[JobStatus]:

@@ -16,9 +16,11 @@ from stepfast_operator.actions import (
     Decision,
     EndAttempt,
     FlushRun,
+    ForgetFlushAsked,
     LaunchGang,
     MarkComplete,
     MarkFailed,
+    MarkResumed,
     MarkSuspended,
     NoteFlushAsked,
     NoteFlushed,
@@ -76,6 +78,8 @@ def _fold(status: Status, record: Record, observed: Observed) -> Status:
             return _end(status, record, now)
         case MarkSuspended():
             return _close_stretch(replace(status, state=State.SUSPENDED), now)
+        case MarkResumed():
+            return _resume(status, now)
         case MarkComplete():
             status = _finish(replace(status, current=_ended(current, now)), now)
             return replace(status, terminal_state=State.COMPLETE)
@@ -98,7 +102,7 @@ def _fold(status: Status, record: Record, observed: Observed) -> Status:
 
 def _note(
     current: Attempt,
-    record: BeginSuspend | BeginStop | NoteSuccess | NoteFlushAsked | NoteFlushed | NoteHang,
+    record: BeginSuspend | BeginStop | NoteSuccess | NoteFlushAsked | ForgetFlushAsked | NoteFlushed | NoteHang,
     now: float,
 ) -> Attempt:
     """Records that only note a time in the current attempt."""
@@ -111,6 +115,8 @@ def _note(
             return replace(current, succeeded_time=now)
         case NoteFlushAsked():
             return replace(current, flush_asked_time=now)
+        case ForgetFlushAsked():
+            return replace(current, flush_asked_time=None)
         case NoteFlushed():
             return replace(current, flushed_time=now, flush_timed_out=record.timed_out)
         case NoteHang():
@@ -235,6 +241,16 @@ def _close_stretch(status: Status, now: float) -> Status:
     return replace(status, earlier_seconds=status.earlier_seconds + now - status.start_time, start_time=None)
 
 
+def _resume(status: Status, now: float) -> Status:
+    """Another stretch begins. A flush that took too long before is due again: memory may still hold steps that
+    nothing else does.
+    """
+    current = status.current
+    if current is not None and current.flush_timed_out:
+        current = replace(current, flush_asked_time=None, flushed_time=None, flush_timed_out=False)
+    return replace(status, state=State.PENDING, start_time=now, current=current)
+
+
 def _finish(status: Status, now: float) -> Status:
     """Derives the final goodput: training that was kept, without its stalls, over the time that the job was
     active.
@@ -252,7 +268,7 @@ def _state_of(status: Status) -> State:
     current = status.current
     if status.terminal_state is not None:
         return State(status.terminal_state)
-    if status.state is State.SUSPENDED or current is None:
+    if status.state in (State.SUSPENDED, State.PENDING) or current is None:
         return status.state
     if current.ended_time is not None:
         return State.SUSPENDING if current.verdict is Verdict.SUSPEND else State.RESTARTING

@@ -43,8 +43,8 @@ class Agent:
 
     # ------------------------------------------------------------ life
 
-    async def run(self) -> None:
-        """Adopts what an earlier agent left, serves, and at the end flushes all it holds."""
+    async def run(self) -> bool:
+        """Adopts what an earlier agent left, serves, and at the end flushes all it holds; False when it could not."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ending.set)
@@ -63,11 +63,12 @@ class Agent:
             await self._ending.wait()
             await self._flush_all("SIGTERM")
         finally:
-            await self._close(listener, serving, adopting)
+            is_idle = await self._close(listener, serving, adopting)
             if stop_metrics is not None:
                 await asyncio.to_thread(stop_metrics)
+        return is_idle
 
-    async def _close(self, listener: socket.socket, *tasks: asyncio.Task[None]) -> None:
+    async def _close(self, listener: socket.socket, *tasks: asyncio.Task[None]) -> bool:
         for task in (*tasks, *self._peers):
             task.cancel()
         await asyncio.gather(*tasks, *self._peers, return_exceptions=True)
@@ -80,6 +81,7 @@ class Agent:
             self._publishing.cancel()
         if self.config.remove_memory and is_idle:
             shutil.rmtree(self.config.memory_dir, ignore_errors=True)
+        return is_idle
 
     def _adopt(self) -> None:
         for job, settings, slots in self.memory.jobs():

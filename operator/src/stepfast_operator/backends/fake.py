@@ -48,7 +48,7 @@ class FakeBackend:
         self.job = JobKey(namespace="test", name="job")
         self.uid = "uid"
         self.spec = spec
-        self.now = now
+        self.now = self.began = now
         self.world_size = world_size
         self.intent = Intent.RUN
         self.agent = AgentState.GONE
@@ -56,6 +56,7 @@ class FakeBackend:
         self.gangs: dict[str, FakeGang] = {}
         self.steps: dict[int, float] = {}  # committed step: when
         self.staged: dict[str, list[int]] = {}  # by run: staged, not yet persisted
+        self.staged_not_due: dict[str, list[int]] = {}  # by run: staged; reported once a flush asked for it
         self.parted: dict[str, list[int]] = {}  # by run: persisted, not yet committed
         self.is_commit_held = False  # parts are written, manifests are not
         self.final: dict[str, int] = {}
@@ -124,7 +125,7 @@ class FakeBackend:
                 if phase is WorkerPhase.RUNNING:
                     gang.phases[node] = WorkerPhase.FAILED
                     gang.failures[node] = Failure(cause=Cause.SUPERVISOR_RESTARTED, time=self.now, node=f"node-{node}")
-        self.agent = AgentState.GONE
+        self.agent, self.began = AgentState.GONE, self.now
 
     # What the operator sees and does.
 
@@ -142,6 +143,7 @@ class FakeBackend:
             live_runs=frozenset(run for run, gang in self.gangs.items() if gang.lives),
             agent=self.agent,
             reports=[self._report(gang) for gang in self.gangs.values()] if self.agent is AgentState.READY else [],
+            began_time=self.began,
             storage_uri="memory://fake/test/job",
         )
 
@@ -186,6 +188,7 @@ class FakeBackend:
 
     async def flush(self, run: str) -> None:
         self._check_agent()
+        self.staged.setdefault(run, []).extend(self.staged_not_due.pop(run, []))
         if not self.is_storage_down:
             self.persist(run)
 

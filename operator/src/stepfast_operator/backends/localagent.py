@@ -1,7 +1,8 @@
 """The node's agent as a child process: started, watched, asked, ended in order. One for each `stepfast run`.
 
-The memory folder outlives the agent, so that what was staged is adopted by its successor. Two agents on one
-folder must never be: whatever is left of an earlier agent of this job is ended before the next one starts.
+The memory folder outlives the agent, so that what was staged is adopted by its successor; it is removed only when an
+agent has ended and said, by its exit status, that the storage has all of it. Two agents on one folder must never be:
+whatever is left of an earlier agent of this job is ended before the next one starts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from stepfast_operator.observed import AgentState
 
 MARKER = "STEPFAST_AGENT_OF"
 _LONGEST_BACKOFF_SECONDS = 10.0
+_END_GRACE_SECONDS = 10.0  # what an agent needs beside its flush: its persister ends
+_KILL_SECONDS = 10.0
 T = TypeVar("T")
 
 
@@ -51,7 +54,7 @@ class AgentSettings:
     log: Path
     command: Sequence[str] = (sys.executable, "-m", "stepfast_sidecar")
     node: str = "local"
-    end_seconds: float = 120.0  # how long an agent may flush before it is killed
+    end_seconds: float = 120.0  # how long an agent may flush when it is ended
 
 
 class LocalAgent:
@@ -105,7 +108,7 @@ class LocalAgent:
             "--socket", self.socket_path, "--memory-dir", str(self.memory_folder),
             "--memory-limit", str(settings.memory_limit), "--node", settings.node,
             # Should we be killed and never started again, the orphan flushes and takes its memory with it.
-            "--remove-memory",
+            "--remove-memory", "--flush-timeout", str(settings.end_seconds),
         ]  # fmt: skip
         with settings.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, from the main thread on purpose
@@ -150,24 +153,21 @@ class LocalAgent:
         client = self._connected()
         await self._call(lambda: client.request_save(self._job, run))
 
-    async def end(self, *, is_final: bool) -> bool:
-        """SIGTERM, which flushes, then SIGKILL; removes memory folder and socket. False when it did not end
-        in order.
-
-        What an agent could not flush stays in memory for the next `stepfast run` of this job, unless the job
-        is over.
+    async def end(self) -> bool:
+        """SIGTERM, which flushes, then SIGKILL; removes the socket, and the memory folder when nothing in it is
+        needed. False when it stays, for the next `stepfast run` of this job: it may hold what the storage does not.
         """
         loop = asyncio.get_running_loop()
-        is_orderly = await loop.run_in_executor(self._threads, self._end_now)
+        is_idle = await loop.run_in_executor(self._threads, self._end_now)
         if self._client is not None:
             self._client.close()
         self._threads.shutdown()
-        if is_orderly or is_final:
+        if is_idle:
             shutil.rmtree(self.memory_folder, ignore_errors=True)
             with suppress(OSError):  # another job's folder may be beside it
                 self.memory_folder.parent.rmdir()
         shutil.rmtree(self._sockets, ignore_errors=True)
-        return is_orderly
+        return not self.memory_folder.exists()
 
     async def _call(self, call: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -210,7 +210,7 @@ class LocalAgent:
         if self._process is None:
             descriptors = processes.signal_marked(MARKER, self._is_ours, signal.SIGTERM)
             try:
-                processes.wait_ended(descriptors, self._settings.end_seconds)
+                processes.wait_ended(descriptors, self._settings.end_seconds + _END_GRACE_SECONDS)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -220,14 +220,13 @@ class LocalAgent:
         return uid == self._uid
 
     def _end_now(self) -> bool:
-        is_orderly = True
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                is_orderly = self._process.wait(timeout=self._settings.end_seconds) == 0
-            except subprocess.TimeoutExpired:
-                is_orderly = False
-        processes.kill_marked(MARKER, self._is_ours, timeout_seconds=10)
-        if self._process is not None:
-            self._process.wait()
-        return is_orderly
+        """Whether an agent that was started here has ended with nothing left to persist."""
+        if self._process is None:
+            return False  # nobody has looked at what the memory holds; an orphan that flushes it goes by itself
+        self._process.terminate()
+        is_idle = False
+        with suppress(subprocess.TimeoutExpired):
+            is_idle = self._process.wait(timeout=self._settings.end_seconds + _END_GRACE_SECONDS) == 0
+        processes.kill_marked(MARKER, self._is_ours, timeout_seconds=_KILL_SECONDS)
+        self._process.wait()
+        return is_idle

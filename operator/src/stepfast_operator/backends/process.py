@@ -97,7 +97,8 @@ class ProcessBackend:
         self._store: Store | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="stepfast-backend")
         saved = state.read()
-        self._begun = saved.written_time if saved is not None else settings.clock()
+        self._began = settings.clock()
+        self._written = saved.written_time if saved is not None else self._began
 
     async def observe(self, status: Status) -> Observed:
         now = self._settings.clock()
@@ -126,6 +127,7 @@ class ProcessBackend:
             agent=self._agent.state() if self._agent is not None else AgentState.ELSEWHERE,
             reports=reports,
             dead_ranks=dead,
+            began_time=self._began,
             storage_uri=f"{self._settings.storage_uri.rstrip('/')}/{job_folder(self._job.job)}",
         )
 
@@ -193,18 +195,18 @@ class ProcessBackend:
     async def write_status(self, status: Status) -> None:
         self._state.write(self._uid, status)
 
-    async def close(self, status: Status) -> None:
+    async def close(self) -> bool:
         """Ends everything of this job, in order: gang, agent (which flushes), threads. Nothing of it runs
-        after.
+        after. False when the agent's memory stays, because it may hold what the storage does not.
         """
         with suppress(GangUnkillable):
             await self._kill(self._is_ours)
         self._forget_gang()
-        if self._agent is not None:
-            await self._agent.end(is_final=status.is_terminal)
+        is_all_persisted = await self._agent.end() if self._agent is not None else True
         if self._store is not None:
             self._store.close()
         self._threads.shutdown()
+        return is_all_persisted
 
     @property
     def gang_pids(self) -> tuple[int, ...]:
@@ -246,7 +248,7 @@ class ProcessBackend:
             is_done = said is not None and said.get("exitCode") == 0
             phase = WorkerPhase.SUCCEEDED if is_done else WorkerPhase.FAILED
             if failure is None and not is_done:
-                time_known = max(self._begun, launch.launched_time)
+                time_known = max(self._written, launch.launched_time)
                 failure = Failure(
                     cause=Cause.SUPERVISOR_RESTARTED,
                     time=min(now, time_known),

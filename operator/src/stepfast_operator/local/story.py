@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepfast_operator.actions import LaunchGang, StartAgent
 from stepfast_operator.reconcile import Pass
-from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status
+from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status, Verdict
 
 COMMIT_LINE_SECONDS = 5.0
 
@@ -85,7 +85,9 @@ def _attempt_lines(before: Attempt | None, after: Attempt | None, status: Status
     if after.hang_notified_time is not None and before.hang_notified_time is None:
         lines.append("no new step for too long: the gang seems to hang")
     if after.flush_timed_out and not before.flush_timed_out:
-        lines.append("flushing took too long: going on with what is committed")
+        is_resumed_later = after.verdict is Verdict.SUSPEND
+        going_on = "the same command persists what is left" if is_resumed_later else "going on with what is committed"
+        lines.append(f"flushing took too long: {going_on}")
     return lines
 
 
