@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from stepfast.errors import AgentUnavailable, ProtocolError
 from stepfast.nodestatus import NodeStatus
 from stepfast.step import JobKey
 from stepfast_operator.backends import processes, tether
+from stepfast_operator.backends.blocking import call_in_thread
 from stepfast_operator.backends.memoryfolder import memory_folder, socket_folder
 from stepfast_operator.observed import AgentState
 
@@ -32,6 +32,8 @@ MARKER = "STEPFAST_AGENT_OF"
 _LONGEST_BACKOFF_SECONDS = 10.0
 _END_GRACE_SECONDS = 10.0  # what an agent needs beside its flush: its persister ends
 _KILL_SECONDS = 10.0
+_REAP_SECONDS = 1.0
+_CALL_SECONDS = 30.0
 T = TypeVar("T")
 
 
@@ -72,7 +74,6 @@ class LocalAgent:
         self._status: NodeStatus | None = None
         self._started = 0.0
         self._starts_in_vain = 0  # in a row
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stepfast-agent-calls")
 
     def state(self) -> AgentState:
         """READY only once this very process has told its status: what an earlier one said says nothing any
@@ -99,8 +100,7 @@ class LocalAgent:
         """Starts the agent unless one lives. Blocks until what is left of an earlier one has ended."""
         if self.pid is not None:
             return
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, self._end_earlier)
+        await call_in_thread(self._end_earlier, name="stepfast-agent-end")
         self._status = None
         self._clear_way()
         settings = self._settings
@@ -131,7 +131,7 @@ class LocalAgent:
         self._starts_in_vain += 1
         if self._client is None:
             self._client = settings.connect(self.socket_path)
-            self._client.watch(self._taker(loop))
+            self._client.watch(self._taker(asyncio.get_running_loop()))
 
     def _taker(self, loop: asyncio.AbstractEventLoop) -> Callable[[NodeStatus], None]:
         """What the watching thread calls: hands the status over to the loop's thread."""
@@ -157,11 +157,9 @@ class LocalAgent:
         """SIGTERM, which flushes, then SIGKILL; removes the socket, and the memory folder when nothing in it is
         needed. False when it stays, for the next `stepfast run` of this job: it may hold what the storage does not.
         """
-        loop = asyncio.get_running_loop()
-        is_idle = await loop.run_in_executor(self._threads, self._end_now)
+        is_idle = await call_in_thread(self._end_now, name="stepfast-agent-end")
         if self._client is not None:
             self._client.close()
-        self._threads.shutdown()
         if is_idle:
             shutil.rmtree(self.memory_folder, ignore_errors=True)
             with suppress(OSError):  # another job's folder may be beside it
@@ -170,11 +168,10 @@ class LocalAgent:
         return not self.memory_folder.exists()
 
     async def _call(self, call: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.wait_for(loop.run_in_executor(self._threads, call), timeout=30)
+            return await asyncio.wait_for(call_in_thread(call, name="stepfast-agent-call"), timeout=_CALL_SECONDS)
         except TimeoutError:
-            raise AgentUnavailable("the agent does not answer within 30 s") from None
+            raise AgentUnavailable(f"the agent does not answer within {_CALL_SECONDS:g} s") from None
         except ProtocolError as error:
             raise AgentUnavailable(f"the agent's answer is broken: {error}") from error
 
@@ -228,5 +225,6 @@ class LocalAgent:
         with suppress(subprocess.TimeoutExpired):
             is_idle = self._process.wait(timeout=self._settings.end_seconds + _END_GRACE_SECONDS) == 0
         processes.kill_marked(MARKER, self._is_ours, timeout_seconds=_KILL_SECONDS)
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # unkillable: it goes when the kernel lets it
+            self._process.wait(_REAP_SECONDS)
         return is_idle

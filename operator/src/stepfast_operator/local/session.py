@@ -153,8 +153,8 @@ async def _persist_left(job: JobKey, uid: str, settings: AgentSettings, view: Vi
     if not is_all_persisted:
         raise StepsUnpersisted(
             f"the job before this one left steps of {job} in memory alone ({folder}), and they cannot be persisted "
-            f"now; {settings.log} says why. Run the same command again when the storage answers, or remove that folder to "
-            "give these steps up."
+            f"now; {settings.log} says why. Run the same command again when the storage answers, or remove that "
+            "folder to give these steps up."
         )
 
 
