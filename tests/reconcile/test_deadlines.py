@@ -217,3 +217,34 @@ def test_resumed_job_starts_an_agent_for_what_is_left_before_it_is_stopped_again
     world.intent = Intent.RUN
     world.relaunched()
     assert world.launch_of(2).resume_step == 12
+
+
+def test_resumed_job_waits_for_the_storage_as_long_as_any_other(make_world: MakeWorld) -> None:
+    world = make_world(startupDeadlineSeconds=60)
+    world.start()
+    world.intent = Intent.STOP_NOW
+    world.settle()
+    world.advance(8 * 3600)
+    world.is_storage_down = True
+    world.intent = Intent.RUN
+    resumed = world.now
+    pass_until(world, lambda: world.now - resumed > 50)
+    assert not world.status.is_terminal
+    pass_until(world, lambda: world.status.is_terminal)
+    assert 60 <= world.now - resumed < 65
+    assert world.status.condition(ConditionType.FAILED).reason == FailedReason.CHECKPOINT_UNAVAILABLE
+
+
+def test_supervisor_that_comes_late_between_two_attempts_waits_for_the_storage(make_world: MakeWorld) -> None:
+    world = make_world(startupDeadlineSeconds=60)
+    world.start()
+    world.make_step(5)
+    world.is_storage_down = True
+    world.fail()
+    pass_until(world, lambda: world.status.current.flushed_time is not None)
+    world.advance(8 * 3600)
+    world.lose_supervisor()
+    world.look()
+    world.is_storage_down = False
+    world.relaunched()
+    assert len(world.launches) == 2

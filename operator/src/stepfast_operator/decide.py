@@ -119,7 +119,7 @@ def _without_storage(observed: Observed, error: str) -> Decision:
     status = observed.status
     ended = status.current.ended_time if status.current is not None else None
     since = ended if ended is not None else status.start_time
-    if since is not None and observed.now - since >= observed.spec.startup_deadline_seconds:
+    if since is not None and observed.now - _since(observed, since) >= observed.spec.startup_deadline_seconds:
         failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=error)
         return _decision("the storage did not answer until the start deadline", failed)
     return _decision(f"the storage does not answer: {error}", RequeueAfter(seconds=_STORAGE_RETRY_SECONDS))
