@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from stepfast_operator.observed import Failure
-from stepfast_operator.record import Cause, FailedReason, Verdict
+from stepfast_operator.record import Cause, FailedReason, ResumeRequest, Verdict
 
 
 class StopMode(StrEnum):
@@ -78,6 +78,8 @@ class PlanAttempt:
     after: Cause | None  # None: the first attempt
     counted: bool
     without_progress: int
+    resume_request: ResumeRequest | None = None  # that this attempt, or one before it, honours
+    is_rolled_back: bool = False  # to the resume step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,6 +156,8 @@ def _plan(observed: Observed) -> Decision:
         after=cause,
         counted=counted,
         without_progress=without,
+        resume_request=start.request,
+        is_rolled_back=start.supersede_after is not None,
     )
     # Rolled back before the plan is written: a kill in between rolls back once more, which changes nothing.
     roll_back = () if start.supersede_after is None else (SupersedeAfter(step=start.supersede_after),)
@@ -207,6 +209,10 @@ def _launch(observed: Observed, attempt: Attempt) -> Decision:
     if observed.intent is not Intent.RUN:
         failure = Failure(cause=Cause.SUSPENDED, time=observed.now)
         return _decision("stopped before the launch", EndAttempt(failure=failure, verdict=Verdict.SUSPEND))
+    if resume.is_asked(observed):
+        failure = Failure(cause=Cause.SUSPENDED, time=observed.now)
+        end = EndAttempt(failure=failure, verdict=Verdict.SUSPEND)
+        return _decision("another step is asked for since the attempt was planned", end, RequeueAfter(seconds=0))
     if deadline.is_active_exceeded(observed):
         return _decision("activeDeadlineSeconds are over", _deadline_failed(observed))
     wait = attempt.planned_time + AGENT_START_SECONDS - observed.now

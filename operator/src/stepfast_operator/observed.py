@@ -96,6 +96,7 @@ class Observed:
     `gang` is that of the current attempt, None when it was never launched. `live_runs` are the runs of this
     job that still have a living process or pod. `reports` are the agents' views of this job's runs.
     `began_time` is when this operator (this `stepfast run`) began to look: what was due before it nobody could do.
+    `command` names the command that asks for `resumeFromStep`, unlike any before it; None when the manifest does.
     `committed` is None until a decision asked to read it; `storage_error` says why reading failed.
     """
 
@@ -113,6 +114,7 @@ class Observed:
     committed: Sequence[Committed] | None = None
     storage_error: str | None = None
     began_time: float = 0.0
+    command: str | None = None
     storage_uri: str = ""
 
     def reports_of(self, run: str) -> list[JobStatus]:

@@ -231,6 +231,7 @@ class TrainingSpec:
 class TrainingJob:
     job: JobKey
     spec: TrainingSpec
+    command: str | None = None  # names the command that asks for `resumeFromStep`; None when the manifest does
     cluster_only: tuple[str, ...] = ()  # paths of fields that have no meaning on one machine
 
 

@@ -178,6 +178,10 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
     attempt = Attempt(attempt=plan.attempt, run=plan.run, resume_step=plan.resume_step, planned_time=now)
     is_restart = plan.after not in (None, Cause.SUSPENDED)
     trainer = TrainerStatus(global_step=plan.resume_step or None)
+    checkpoint = status.checkpoint
+    if plan.is_rolled_back:
+        # What was committed above it counts as progress no more.
+        checkpoint = replace(checkpoint, latest_persisted_step=plan.resume_step or None, size_bytes=None)
     return replace(
         status,
         state=State.STARTING,
@@ -187,11 +191,12 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
         restarts_without_progress=plan.without_progress,
         start_time=status.start_time if status.start_time is not None else now,
         progress_step=plan.progress_step,
+        resume_request=plan.resume_request,
         current=attempt,
         trainer_status=trainer,
         checkpoint=replace(
-            status.checkpoint,
-            earlier_saves=status.checkpoint.saves,
+            checkpoint,
+            earlier_saves=checkpoint.saves,
             restored_step=None,
             restored_tier=None,
             latest_memory_step=None,

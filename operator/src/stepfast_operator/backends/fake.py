@@ -51,6 +51,7 @@ class FakeBackend:
         self.now = self.began = now
         self.world_size = world_size
         self.intent = Intent.RUN
+        self.command: str | None = None
         self.agent = AgentState.GONE
         self.is_storage_down = False
         self.gangs: dict[str, FakeGang] = {}
@@ -144,6 +145,7 @@ class FakeBackend:
             agent=self.agent,
             reports=[self._report(gang) for gang in self.gangs.values()] if self.agent is AgentState.READY else [],
             began_time=self.began,
+            command=self.command,
             storage_uri="memory://fake/test/job",
         )
 

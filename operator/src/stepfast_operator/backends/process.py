@@ -132,6 +132,7 @@ class ProcessBackend:
             reports=reports,
             dead_ranks=dead,
             began_time=self._began,
+            command=self._job.command,
             storage_uri=f"{self._settings.storage_uri.rstrip('/')}/{job_folder(self._job.job)}",
         )
 

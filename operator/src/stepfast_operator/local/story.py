@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepfast_operator.actions import LaunchGang, StartAgent
+from stepfast_operator.actions import LaunchGang, StartAgent, SupersedeAfter
 from stepfast_operator.reconcile import Pass
 from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status, Verdict
 
@@ -12,7 +12,8 @@ COMMIT_LINE_SECONDS = 5.0
 def tell(seen: Pass) -> list[str]:
     """What this pass brought, in order, one line for each event."""
     before, after = seen.before, seen.after
-    lines = [_launched(action, after) for action in seen.decision.actions if isinstance(action, LaunchGang)]
+    lines = [_rolled_back(action) for action in seen.decision.actions if isinstance(action, SupersedeAfter)]
+    lines += [_launched(action, after) for action in seen.decision.actions if isinstance(action, LaunchGang)]
     if before.current is not None:
         lines += ["the agent is started" for action in seen.decision.actions if isinstance(action, StartAgent)]
     lines += _attempt_lines(before.current, after.current, after)
@@ -50,6 +51,10 @@ def size_text(size_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def _rolled_back(action: SupersedeAfter) -> str:
+    return f"rolling back to {f'step {action.step}' if action.step > 0 else 'scratch'}: later steps are superseded"
 
 
 def _launched(launch: LaunchGang, status: Status) -> str:
