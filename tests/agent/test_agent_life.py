@@ -297,6 +297,20 @@ def test_agent_that_ends_under_living_ranks_leaves_them_their_memory(new_agent: 
     assert not back.lost.is_set()
 
 
+def test_agent_that_cannot_persist_what_is_staged_says_so_by_its_exit_status(new_agent: Any) -> None:
+    agent = new_agent("--remove-memory", "--flush-timeout", "0.5", "--storage-deadline", "0.2", "--retry-limit", "0.2")
+    agent.storage.rmdir() if agent.storage.exists() else None
+    agent.storage.write_text("in the place of the storage")
+    rank = agent.join()
+    rank.save(3)
+    assert agent.terminate() == 3
+    assert agent.slot_files()
+    agent.storage.unlink()
+    assert agent.start().terminate() == 0
+    assert catalog.latest_step(agent.store(), JOB) == 3
+    assert not agent.memory_dir.exists()
+
+
 def test_four_ranks_of_a_quarter_gigabyte_stay_within_two_hundred_megabytes(new_agent: Any, ranks: Any) -> None:
     agent = new_agent(memory_limit=200_000_000)
     gang = agent.gang(4)

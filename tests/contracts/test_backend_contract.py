@@ -168,7 +168,7 @@ class ProcessHarness:
     async def close(self) -> None:
         processes.kill_marked(RUN, lambda run: run.startswith(self.uid), timeout_seconds=10)
         for backend in reversed(self.made):
-            await backend.close(Status())
+            await backend.close()
 
 
 Scenario = Callable[[Harness], Awaitable[None]]

@@ -180,3 +180,16 @@ def test_live_panel_shows_the_job_at_a_glance() -> None:
 )
 def test_job_name_is_safe_in_paths(script: str, name: str) -> None:
     assert job_name_of(script) == name
+
+
+def test_step_asked_for_on_the_command_line_is_a_new_request_each_time(run: Run) -> None:
+    commands = []
+    for arguments in (["--resume-from-step", "5"], ["--resume-from-step", "5"], []):
+        assert run(*arguments, "train.py").exit_code == 0
+        assert run.job is not None
+        commands.append(run.job.command)
+    first, second, plain = commands
+    assert first is not None
+    assert second is not None
+    assert first != second
+    assert plain is None

@@ -18,6 +18,7 @@ import torch
 
 from stepfast import catalog
 from stepfast.storage import open_store
+from stepfast_operator.backends.memoryfolder import memory_folder
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib" / "train.py"
 SMALL = [
@@ -171,3 +172,43 @@ def test_script_that_fails_for_good_gives_its_own_exit_status(start: Start, tmp_
     assert summary["lastFailure"]["exitCode"] == 7
     assert "no data here" in (tmp_path / "run.log").read_text()
     assert _processes_in(tmp_path) == []
+
+
+# The storage is away from the moment of the first save to the end; the script itself succeeds.
+LOST_STORAGE = """
+import sys, torch
+from pathlib import Path
+from stepfast.torch import Checkpointer
+checkpointer = Checkpointer(state={"weights": torch.ones(4)})
+if not checkpointer.restore():
+    Path(sys.argv[1]).write_text("in the place of the storage")
+    checkpointer.save(5)
+"""
+LOST_STORAGE_JOB = """
+apiVersion: stepfast.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: train}
+spec:
+  trainer: {command: [torchrun, --, train.py, %s], numProcPerNode: 1}
+  failurePolicy: {flushTimeoutSeconds: 3}
+"""
+
+
+def test_last_step_that_the_storage_did_not_take_is_no_success_and_persisted_by_the_same_command(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(LOST_STORAGE)
+    storage = tmp_path / ".stepfast" / "checkpoints"
+    (tmp_path / "job.yaml").write_text(LOST_STORAGE_JOB % storage)
+    assert _finish(start("-f", "job.yaml"), tmp_path) == 1
+    failed, log = _summary(tmp_path), (tmp_path / "run.log").read_text()
+    assert failed["state"] == "Failed"
+    assert "step 5 is in memory only" in log
+    assert "stays in memory (/" in log
+
+    assert _finish(start("-f", "job.yaml"), tmp_path) == 1, "the storage is still away"
+    storage.unlink()
+    assert _finish(start("-f", "job.yaml"), tmp_path) == 0, (tmp_path / "run.log").read_text()[-6000:]
+    assert _committed(tmp_path) == [5]
+    assert _summary(tmp_path)["checkpoint"]["restoredStep"] == 5
+    assert not memory_folder(failed["metadata"]["uid"], tmp_path).exists()

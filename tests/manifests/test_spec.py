@@ -166,6 +166,57 @@ def test_mistake_names_its_field(spec: dict[str, Any], field: str, hint: str) ->
 
 
 @pytest.mark.parametrize(
+    ("words", "option", "instead"),
+    [
+        (["torchrun", "--nproc-per-node=2", "train.py"], "--nproc-per-node", "spec.trainer.numProcPerNode"),
+        (["torchrun", "--nproc_per_node", "2", "train.py"], "--nproc_per_node", "spec.trainer.numProcPerNode"),
+        (["torchrun", "--nproc", "2", "train.py"], "--nproc", "spec.trainer.numProcPerNode"),
+        (["/opt/bin/torchrun", "--tee", "3", "--nnodes=2", "train.py"], "--nnodes", "spec.trainer.numNodes"),
+        (["torchrun", "-t", "3", "-m", "--max-restarts", "3", "pkg"], "--max-restarts", "spec.failurePolicy.max"),
+        (["torchrun", "--standalone", "train.py"], "--standalone", "leave it out"),
+        (["torchrun", "--node_rank=0", "train.py"], "--node_rank", "leave it out"),
+        (["torchrun", "--master-addr", "h", "train.py"], "--master-addr", "leave it out"),
+        (["torchrun", "--master_port=1", "train.py"], "--master_port", "leave it out"),
+        (["torchrun", "--rdzv-backend=c10d", "train.py"], "--rdzv-backend", "leave it out"),
+        (["torchrun", "--rdzv_endpoint", "h:1", "train.py"], "--rdzv_endpoint", "leave it out"),
+        (["python", "-m", "torch.distributed.run", "--nnodes", "2", "train.py"], "--nnodes", "numNodes"),
+        (["python3.12", "-u", "-W", "error", "-m", "torch.distributed.run", "--rdzv-id", "x", "t.py"], "--rdzv-id", ""),
+    ],
+)
+@pytest.mark.parametrize("split", [1, None])
+def test_option_that_would_override_ours_is_refused_by_name(
+    words: list[str], option: str, instead: str, split: int | None
+) -> None:
+    trainer = {"command": words[:split], "args": words[split:] if split else []}
+    with pytest.raises(SpecError) as caught:
+        parse(trainer=trainer)
+    assert caught.value.field == ("spec.trainer.args" if split else "spec.trainer.command")
+    assert caught.value.reason.startswith(f"{option} ")
+    assert instead in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["torchrun", "train.py", "--nnodes", "2"],
+        ["torchrun", "--", "train.py", "--max-restarts", "2"],
+        ["torchrun", "--tee", "3", "--log-dir=logs", "--role", "x", "-r3", "train.py", "--standalone"],
+        ["torchrun", "--no-python", "--module", "pkg", "--rdzv-id", "x"],
+        ["python", "train.py", "--nproc-per-node", "2"],
+        ["python", "-m", "pkg.train", "--nnodes", "2"],
+        ["deepspeed", "--master_port", "1", "train.py"],
+    ],
+)
+def test_options_of_the_script_and_of_other_programs_are_their_own(words: list[str]) -> None:
+    assert parse(trainer={"command": words}).spec.trainer.command == tuple(words)
+
+
+def test_variable_that_would_override_ours_is_refused_by_name() -> None:
+    with pytest.raises(SpecError, match=r"spec\.trainer\.env.*PET_NPROC_PER_NODE.*numProcPerNode"):
+        parse(trainer={"command": ["torchrun", "t.py"], "env": [{"name": "PET_NPROC_PER_NODE", "value": "2"}]})
+
+
+@pytest.mark.parametrize(
     ("change", "field"),
     [
         pytest.param({"apiVersion": "stepfast.dev/v1"}, "apiVersion", id="version"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepfast_operator.actions import StopGang, StopMode
-from stepfast_operator.observed import Intent
+from stepfast_operator.observed import AgentState, Intent
 from stepfast_operator.record import Cause, ConditionType, FailedReason, State
 
 MakeWorld = Callable[..., Any]
@@ -170,3 +170,81 @@ def test_suspend_gives_up_on_the_last_save_after_its_grace(make_world: MakeWorld
     while world.gang.lives:
         world.advance(world.look().decision.requeue_seconds or 0.0)
     assert 20 <= world.now - began < 22
+
+
+def pass_until(world: Any, condition: Callable[[], bool], *, limit: int = 200) -> None:
+    for _ in range(limit):
+        if condition():
+            return
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    raise AssertionError(f"never: {[seen.decision.why for seen in world.passes[-5:]]}")
+
+
+def suspended_with_the_storage_away(world: Any) -> None:
+    """Step 12 is staged, and memory alone holds it when the job is suspended."""
+    world.start()
+    world.make_step(12)
+    world.steps[4] = world.now
+    world.stage(12)
+    world.is_storage_down = True
+    world.intent = Intent.STOP_NOW
+    pass_until(world, lambda: world.status.state is State.SUSPENDED)
+    assert world.status.current.flush_timed_out
+    world.agent = AgentState.GONE
+    world.advance(8 * 3600)
+
+
+def test_what_a_suspended_job_could_not_flush_is_flushed_when_it_is_resumed(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    suspended_with_the_storage_away(world)
+    world.is_storage_down = False
+    world.intent = Intent.RUN
+    world.relaunched()
+    assert (world.launch_of(2).resume_step, world.status.restarts) == (12, 0)
+
+
+def test_resumed_job_starts_an_agent_for_what_is_left_before_it_is_stopped_again(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    suspended_with_the_storage_away(world)
+    world.intent = Intent.RUN
+    world.look()
+    world.intent = Intent.SUSPEND
+    began = world.now
+    pass_until(world, lambda: world.status.state is State.SUSPENDED)
+    assert world.agent is AgentState.READY
+    assert 5 <= world.now - began < 6
+    world.is_storage_down = False
+    world.intent = Intent.RUN
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 12
+
+
+def test_resumed_job_waits_for_the_storage_as_long_as_any_other(make_world: MakeWorld) -> None:
+    world = make_world(startupDeadlineSeconds=60)
+    world.start()
+    world.intent = Intent.STOP_NOW
+    world.settle()
+    world.advance(8 * 3600)
+    world.is_storage_down = True
+    world.intent = Intent.RUN
+    resumed = world.now
+    pass_until(world, lambda: world.now - resumed > 50)
+    assert not world.status.is_terminal
+    pass_until(world, lambda: world.status.is_terminal)
+    assert 60 <= world.now - resumed < 65
+    assert world.status.condition(ConditionType.FAILED).reason == FailedReason.CHECKPOINT_UNAVAILABLE
+
+
+def test_supervisor_that_comes_late_between_two_attempts_waits_for_the_storage(make_world: MakeWorld) -> None:
+    world = make_world(startupDeadlineSeconds=60)
+    world.start()
+    world.make_step(5)
+    world.is_storage_down = True
+    world.fail()
+    pass_until(world, lambda: world.status.current.flushed_time is not None)
+    world.advance(8 * 3600)
+    world.lose_supervisor()
+    world.look()
+    world.is_storage_down = False
+    world.relaunched()
+    assert len(world.launches) == 2

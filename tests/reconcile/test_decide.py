@@ -12,8 +12,10 @@ import pytest
 from stepfast_operator.actions import LaunchGang, StartAgent, StopGang, StopMode
 from stepfast_operator.backends.fake import FakeGang
 from stepfast_operator.document import decode, encode
-from stepfast_operator.observed import AgentState, DeadRank, Observed, WorkerPhase
+from stepfast_operator.local.session import exit_code_of
+from stepfast_operator.observed import AgentState, DeadRank, Intent, Observed, WorkerPhase
 from stepfast_operator.record import Cause, ConditionType, FailedReason, State, Status
+from stepfast_operator.spec import ResumePolicy
 
 MakeWorld = Callable[..., Any]
 
@@ -60,6 +62,23 @@ def test_staged_steps_of_the_failed_run_are_flushed_before_the_resume_step_is_fi
     world.relaunched()
     assert world.launch_of(2).resume_step == 30
     assert world.status.recoveries[0].steps_lost == 0
+
+
+def test_step_whose_part_is_written_is_waited_for_until_it_is_committed(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(30)
+    world.stage(30)
+    world.is_commit_held = True
+    world.fail()
+    for _ in range(20):
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    assert world.parted == {"uid-1": [30]}
+    assert len(world.launches) == 1, "the next attempt did not wait for the manifest"
+    world.is_commit_held = False
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 30
+    assert not world.status.recoveries[0].steps_lost
 
 
 def test_flush_is_bounded_when_the_storage_does_not_take_it(make_world: MakeWorld) -> None:
@@ -219,6 +238,96 @@ def test_success_is_flushed_and_terminal(make_world: MakeWorld) -> None:
     assert len(world.launches) == launches
 
 
+def test_success_whose_last_step_the_storage_does_not_take_is_no_success(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.is_storage_down = True
+    world.succeed()
+    began = world.now
+    world.relaunched()
+    failed = world.status.condition(ConditionType.FAILED)
+    assert failed.reason == FailedReason.CHECKPOINT_UNAVAILABLE
+    assert "step 10 " in failed.message
+    assert "same command" in failed.message
+    assert 5 <= world.now - began < 6
+    assert exit_code_of(world.status) == 1
+
+
+def test_rank_that_succeeded_without_a_goodbye_has_not_failed_while_its_steps_are_flushed(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.is_commit_held = True
+    world.succeed()
+    dead = DeadRank(rank=1, node="node-0", ended_time=world.now)
+    observe = world.observe
+
+    async def with_dead(status: Status) -> Observed:
+        return replace(await observe(status), dead_ranks=[dead])
+
+    world.observe = with_dead
+    for _ in range(20):
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    world.is_commit_held = False
+    world.relaunched()
+    assert (world.status.state, world.status.attempt) == (State.COMPLETE, 1)
+
+
+def test_success_is_not_trusted_while_no_agent_can_say_what_is_left(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.settle()
+    world.succeed()
+    for _ in range(100):
+        world.agent = AgentState.STARTING
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    assert world.status.condition(ConditionType.FAILED).reason == FailedReason.CHECKPOINT_UNAVAILABLE
+
+
+def test_success_of_a_script_that_saved_nothing_needs_no_agent(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    world.start()
+    world.succeed()
+    for _ in range(100):
+        world.agent = AgentState.STARTING
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    assert world.status.state is State.COMPLETE
+
+
+def test_flush_is_asked_for_once_even_without_time_for_it(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 0})
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.succeed()
+    world.relaunched()
+    assert (world.status.state, list(world.steps)) == (State.COMPLETE, [10])
+
+
+def test_agent_that_was_replaced_during_the_flush_is_asked_again(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(30)
+    world.stage(30)
+    world.is_storage_down = True
+    world.fail()
+    while world.status.current.flush_asked_time is None:
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    world.agent = AgentState.GONE
+    # To the one after it the step is not due yet: nothing seems to be pending.
+    world.staged_not_due, world.staged = world.staged, {}
+    world.is_storage_down = False
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 30
+
+
 def test_one_worker_that_succeeded_does_not_end_the_others(make_world: MakeWorld) -> None:
     world = make_world(trainer={"command": ["torchrun", "t.py"], "numNodes": 2})
     world.start()
@@ -287,6 +396,81 @@ def test_step_policy_resumes_later_attempts_from_the_latest(make_world: MakeWorl
     world.fail()
     world.relaunched()
     assert world.launch_of(2).resume_step == 25
+
+
+def resumed_with(world: Any, command: str | None, **checkpoint: Any) -> int:
+    """Interrupts the job, and starts it again with that policy; returns the step that it then starts from."""
+    world.intent = Intent.STOP_NOW
+    world.settle()
+    world.intent, world.command = Intent.RUN, command
+    world.spec = replace(world.spec, checkpoint=replace(world.spec.checkpoint, **checkpoint))
+    world.relaunched()
+    step: int = world.launches[-1].resume_step
+    world.join()
+    world.settle()
+    world.make_step(step + 1)
+    world.stage(step + 1)
+    return step
+
+
+def test_step_that_a_command_asks_for_is_rolled_back_to_once_by_each_command(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.steps = {10: 1.0, 20: 2.0, 30: 3.0}
+    world.start()
+    step = {"resume_policy": ResumePolicy.STEP, "resume_from_step": 20}
+    assert resumed_with(world, "first", **step) == 20
+    assert sorted(world.steps) == [10, 20]
+    assert world.status.checkpoint.latest_persisted_step == 20
+    world.fail()
+    world.relaunched()
+    assert world.launches[-1].resume_step == 21, "within the session the gang goes on"
+    assert resumed_with(world, "second", **step) == 20
+    assert resumed_with(world, None, resume_policy=ResumePolicy.LATEST, resume_from_step=None) == 21
+
+
+def test_step_that_the_manifest_asks_for_is_rolled_back_to_once_in_a_jobs_life(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.steps = {10: 1.0, 20: 2.0, 30: 3.0}
+    world.start()
+    step = {"resume_policy": ResumePolicy.STEP, "resume_from_step": 20}
+    assert resumed_with(world, None, **step) == 20
+    assert resumed_with(world, None, **step) == 21
+    assert resumed_with(world, None, **{**step, "resume_from_step": 10}) == 10
+    assert sorted(world.steps) == [10]
+
+
+def test_step_asked_for_after_a_kill_between_plan_and_launch_is_not_forgotten(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.steps = {10: 1.0, 20: 2.0}
+    while world.status.current is None:
+        world.look()
+    world.lose_supervisor()
+    world.command = "second"
+    step = {"resume_policy": ResumePolicy.STEP, "resume_from_step": 10}
+    world.spec = replace(world.spec, checkpoint=replace(world.spec.checkpoint, **step))
+    world.relaunched()
+    assert [launch.resume_step for launch in world.launches] == [10]
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        pytest.param({"resumePolicy": "Step", "resumeFromStep": 20}, id="step"),
+        pytest.param({"resumePolicy": "Step", "resumeFromStep": 0}, id="scratch"),
+        pytest.param({"resumePolicy": "Never"}, id="never"),
+    ],
+)
+def test_crash_loop_after_a_roll_back_is_seen_as_one(make_world: MakeWorld, checkpoint: dict[str, Any]) -> None:
+    world = make_world(
+        checkpoint=checkpoint,
+        failurePolicy={"maxRestarts": 9, "maxRestartsWithoutProgress": 2},
+    )
+    world.steps = {20: 2.0, 30: 3.0}
+    world.start()
+    while not world.status.is_terminal:
+        world.fail()
+        world.relaunched()
+    assert world.status.condition(ConditionType.FAILED).reason == FailedReason.NO_PROGRESS
 
 
 def test_step_policy_without_that_step_fails_and_names_what_there_is(make_world: MakeWorld) -> None:

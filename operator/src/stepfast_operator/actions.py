@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from stepfast_operator.observed import Failure
-from stepfast_operator.record import Cause, FailedReason, Verdict
+from stepfast_operator.record import Cause, FailedReason, ResumeRequest, Verdict
 
 
 class StopMode(StrEnum):
@@ -78,6 +78,8 @@ class PlanAttempt:
     after: Cause | None  # None: the first attempt
     counted: bool
     without_progress: int
+    resume_request: ResumeRequest | None = None  # that this attempt, or one before it, honours
+    is_rolled_back: bool = False  # to the resume step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,11 @@ class NoteFlushAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetFlushAsked:
+    """Record: the agent that was asked to flush is gone; the one after it is to be asked, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoteFlushed:
     """Record: nothing more of the failed run is waited for."""
 
@@ -126,6 +133,11 @@ class NoteHang:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkSuspended:
     """Record: stopped, to be resumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkResumed:
+    """Record: a suspended job goes on; what could not be flushed when it was suspended is to be flushed now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +168,11 @@ Record: TypeAlias = (
     | BeginStop
     | NoteSuccess
     | NoteFlushAsked
+    | ForgetFlushAsked
     | NoteFlushed
     | NoteHang
     | MarkSuspended
+    | MarkResumed
     | MarkComplete
     | MarkFailed
 )

@@ -21,9 +21,11 @@ from stepfast_operator.actions import (
     Decision,
     EndAttempt,
     FlushRun,
+    ForgetFlushAsked,
     LaunchGang,
     MarkComplete,
     MarkFailed,
+    MarkResumed,
     MarkSuspended,
     NoteFlushAsked,
     NoteFlushed,
@@ -47,6 +49,8 @@ STOP_GRACE_SECONDS = 10.0
 AGENT_START_SECONDS = 15.0
 _SOON_SECONDS = 0.1
 _FLUSH_POLL_SECONDS = 0.25
+# An agent that answers is asked what is left even when there is no time to wait for it; one that does not, no longer.
+_ASK_SECONDS = 5.0
 _STORAGE_RETRY_SECONDS = 2.0
 _IDLE_SECONDS = 5.0
 
@@ -77,11 +81,13 @@ def _decision(why: str, *actions: Action) -> Decision:
 def _between(observed: Observed) -> Decision:
     """No attempt is open and nothing of any run lives."""
     status, ended = observed.status, observed.status.current
+    if status.state is State.SUSPENDED and observed.intent is Intent.RUN:
+        return _decision("asked to go on", MarkResumed(), RequeueAfter(seconds=0))
     if ended is not None and ended.ended_time is not None and ended.flushed_time is None:
         waiting = _flush(observed, ended, ended.ended_time)
         if waiting is not None:
             return waiting
-        left = observed.pending_bytes(ended.run) > 0 or observed.agent in (
+        left = observed.has_pending(ended.run) or observed.agent in (
             AgentState.GONE,
             AgentState.STARTING,
         )
@@ -113,7 +119,7 @@ def _without_storage(observed: Observed, error: str) -> Decision:
     status = observed.status
     ended = status.current.ended_time if status.current is not None else None
     since = ended if ended is not None else status.start_time
-    if since is not None and observed.now - since >= observed.spec.startup_deadline_seconds:
+    if since is not None and observed.now - _since(observed, since) >= observed.spec.startup_deadline_seconds:
         failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=error)
         return _decision("the storage did not answer until the start deadline", failed)
     return _decision(f"the storage does not answer: {error}", RequeueAfter(seconds=_STORAGE_RETRY_SECONDS))
@@ -150,6 +156,8 @@ def _plan(observed: Observed) -> Decision:
         after=cause,
         counted=counted,
         without_progress=without,
+        resume_request=start.request,
+        is_rolled_back=start.supersede_after is not None,
     )
     # Rolled back before the plan is written: a kill in between rolls back once more, which changes nothing.
     roll_back = () if start.supersede_after is None else (SupersedeAfter(step=start.supersede_after),)
@@ -160,7 +168,7 @@ def _cause(observed: Observed) -> Cause:
     """Why the attempt before this one ended."""
     status = observed.status
     current = status.current
-    if current is None or current.verdict is Verdict.SUSPEND or status.state is State.SUSPENDED:
+    if current is None or current.verdict is Verdict.SUSPEND or status.state is State.PENDING:
         return Cause.SUSPENDED
     failure = status.last_failure
     return failure.reason if failure is not None and failure.attempt == current.attempt else Cause.SUSPENDED
@@ -170,22 +178,30 @@ def _flush(observed: Observed, attempt: Attempt, since: float) -> Decision | Non
     """What is to be done until nothing of the run is pending any more; None when that is so, or the time is
     up.
     """
-    left = since + observed.spec.failure_policy.flush_timeout_seconds - observed.now
-    if left <= 0:
+    left = _since(observed, since) + observed.spec.failure_policy.flush_timeout_seconds - observed.now
+    is_answering = observed.agent not in (AgentState.GONE, AgentState.STARTING)
+    if left <= 0 and not (is_answering and attempt.flush_asked_time is None and left > -_ASK_SECONDS):
         return None
-    wait = RequeueAfter(seconds=min(left, _FLUSH_POLL_SECONDS))
-    if observed.agent is AgentState.GONE:
-        return _decision("the agent is gone and may hold staged steps", StartAgent(), wait)
-    if observed.agent is AgentState.STARTING:
-        return _decision("the agent, which may hold staged steps, is starting", wait)
+    wait = RequeueAfter(seconds=min(max(left, 0.0), _FLUSH_POLL_SECONDS))
+    if not is_answering:
+        # Whatever the one before it said of what is left: this one is asked anew.
+        forget = () if attempt.flush_asked_time is None else (ForgetFlushAsked(),)
+        if observed.agent is AgentState.STARTING:
+            return _decision("the agent, which may hold staged steps, is starting", *forget, wait)
+        return _decision("the agent is gone and may hold staged steps", StartAgent(), *forget, wait)
     if attempt.flush_asked_time is None:
         # Only what is reported after the request tells what is left: before it, staged steps need not be due.
         return _decision(
             "what is staged is flushed", FlushRun(run=attempt.run), NoteFlushAsked(), RequeueAfter(seconds=0)
         )
-    if observed.pending_bytes(attempt.run) > 0:
+    if observed.has_pending(attempt.run):
         return _decision("what is staged is being persisted", FlushRun(run=attempt.run), wait)
     return None
+
+
+def _since(observed: Observed, time: float) -> float:
+    """That time, or when somebody began to look again: hours in which a job was suspended are no time to wait."""
+    return max(time, observed.began_time, observed.status.start_time or 0.0)
 
 
 def _launch(observed: Observed, attempt: Attempt) -> Decision:
@@ -193,6 +209,10 @@ def _launch(observed: Observed, attempt: Attempt) -> Decision:
     if observed.intent is not Intent.RUN:
         failure = Failure(cause=Cause.SUSPENDED, time=observed.now)
         return _decision("stopped before the launch", EndAttempt(failure=failure, verdict=Verdict.SUSPEND))
+    if resume.is_asked(observed):
+        failure = Failure(cause=Cause.SUSPENDED, time=observed.now)
+        end = EndAttempt(failure=failure, verdict=Verdict.SUSPEND)
+        return _decision("another step is asked for since the attempt was planned", end, RequeueAfter(seconds=0))
     if deadline.is_active_exceeded(observed):
         return _decision("activeDeadlineSeconds are over", _deadline_failed(observed))
     wait = attempt.planned_time + AGENT_START_SECONDS - observed.now
@@ -209,6 +229,9 @@ def _watch(observed: Observed, attempt: Attempt) -> Decision:
     gang = observed.gang
     phases = {worker.phase for worker in gang.workers} if gang is not None else set()
     is_over = phases <= {WorkerPhase.SUCCEEDED, WorkerPhase.FAILED}
+    if attempt.succeeded_time is not None and is_over:
+        # Ranks that ended well without a goodbye look dead to the agent: that fails nobody who has succeeded.
+        return _succeed(observed, attempt)
     failure = restart.failure_of(observed)
     # Once asked to, the gang saves and waits to be stopped: changing one's mind then means to resume it
     # afterwards.
@@ -259,7 +282,32 @@ def _succeed(observed: Observed, attempt: Attempt) -> Decision:
     if attempt.succeeded_time is None:
         return _decision("every worker succeeded", NoteSuccess(), RequeueAfter(seconds=0))
     waiting = _flush(observed, attempt, attempt.succeeded_time)
-    return waiting if waiting is not None else _decision("every worker succeeded, nothing is pending", MarkComplete())
+    if waiting is not None:
+        return waiting
+    if not _may_hold_more(observed, attempt):
+        return _decision("every worker succeeded, nothing is pending", MarkComplete())
+    failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=_unpersisted(observed, attempt))
+    return _decision("every worker succeeded, but memory alone holds the last steps", failed)
+
+
+def _may_hold_more(observed: Observed, attempt: Attempt) -> bool:
+    """Whether memory may hold steps that the storage has not; nobody tells when no agent answers."""
+    if observed.has_pending(attempt.run):
+        return True
+    is_told = observed.agent not in (AgentState.GONE, AgentState.STARTING) and attempt.flush_asked_time is not None
+    return not is_told and observed.status.checkpoint.latest_memory_step is not None
+
+
+def _unpersisted(observed: Observed, attempt: Attempt) -> str:
+    reports = observed.reports_of(attempt.run)
+    steps = sorted({step for report in reports for step in report.pending_steps})
+    which = f"step {steps[-1]} is" if steps else "the last steps may be"
+    error = next((report.persist_error for report in reports if report.persist_error), None)
+    return (
+        f"training succeeded, but {which} in memory only: not persisted within "
+        f"{observed.spec.failure_policy.flush_timeout_seconds:g} s (flushTimeoutSeconds)"
+        f"{f': {error}' if error else ''}; the same command persists what is left before all else"
+    )
 
 
 def _suspend(observed: Observed, attempt: Attempt) -> Decision:

@@ -95,6 +95,8 @@ class Observed:
 
     `gang` is that of the current attempt, None when it was never launched. `live_runs` are the runs of this
     job that still have a living process or pod. `reports` are the agents' views of this job's runs.
+    `began_time` is when this operator (this `stepfast run`) began to look: what was due before it nobody could do.
+    `command` names the command that asks for `resumeFromStep`, unlike any before it; None when the manifest does.
     `committed` is None until a decision asked to read it; `storage_error` says why reading failed.
     """
 
@@ -111,11 +113,16 @@ class Observed:
     dead_ranks: Sequence[DeadRank] = ()
     committed: Sequence[Committed] | None = None
     storage_error: str | None = None
+    began_time: float = 0.0
+    command: str | None = None
     storage_uri: str = ""
 
     def reports_of(self, run: str) -> list[JobStatus]:
         return [report for report in self.reports if report.run == run]
 
-    def pending_bytes(self, run: str) -> int:
-        """What the agents still hold of the run and have to persist."""
-        return sum(report.pending_bytes for report in self.reports_of(run))
+    def has_pending(self, run: str) -> bool:
+        """Whether the agents still have to persist or to commit something of the run.
+
+        Bytes alone do not tell: a part that is written holds none, and is no step before its manifest is there (I1).
+        """
+        return any(report.pending_bytes > 0 or report.pending_steps for report in self.reports_of(run))

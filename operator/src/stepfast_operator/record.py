@@ -190,6 +190,14 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRequest:
+    """A step that was asked for, and by which command; None: by the manifest."""
+
+    step: int
+    command: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     state: State = State.PENDING
     attempt: int = 0
@@ -209,6 +217,7 @@ class Status:
     productive_seconds: float = 0.0  # of attempts that ended, without the steps that were lost
     goodput_ratio: float | None = None
     progress_step: int | None = None  # highest committed step when the last attempt was planned
+    resume_request: ResumeRequest | None = None  # that was honoured
     current: Attempt | None = None
     conditions: tuple[Condition, ...] = ()
 

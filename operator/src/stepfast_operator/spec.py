@@ -17,6 +17,7 @@ from typing import Any
 from stepfast.errors import SpecError
 from stepfast.step import JobKey, OnBusy
 from stepfast_operator.document import JSON, decode
+from stepfast_operator.torchrunoptions import check_command, check_environment
 
 API_VERSION = "stepfast.dev/v1alpha1"
 KIND = "TrainingJob"
@@ -219,6 +220,8 @@ class TrainingSpec:
     def __post_init__(self) -> None:
         if not self.trainer.command and not self.trainer.args:
             raise SpecError("spec.trainer.command", "is required: what the gang runs, as in [torchrun, train.py]")
+        check_command(self.trainer.command, self.trainer.args)
+        check_environment(self.trainer.env)
         checkpoint = self.checkpoint
         if (checkpoint.resume_policy is ResumePolicy.STEP) != (checkpoint.resume_from_step is not None):
             raise SpecError(
@@ -231,6 +234,7 @@ class TrainingSpec:
 class TrainingJob:
     job: JobKey
     spec: TrainingSpec
+    command: str | None = None  # names the command that asks for `resumeFromStep`; None when the manifest does
     cluster_only: tuple[str, ...] = ()  # paths of fields that have no meaning on one machine
 
 

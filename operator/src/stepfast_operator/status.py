@@ -16,9 +16,11 @@ from stepfast_operator.actions import (
     Decision,
     EndAttempt,
     FlushRun,
+    ForgetFlushAsked,
     LaunchGang,
     MarkComplete,
     MarkFailed,
+    MarkResumed,
     MarkSuspended,
     NoteFlushAsked,
     NoteFlushed,
@@ -76,6 +78,8 @@ def _fold(status: Status, record: Record, observed: Observed) -> Status:
             return _end(status, record, now)
         case MarkSuspended():
             return _close_stretch(replace(status, state=State.SUSPENDED), now)
+        case MarkResumed():
+            return _resume(status, now)
         case MarkComplete():
             status = _finish(replace(status, current=_ended(current, now)), now)
             return replace(status, terminal_state=State.COMPLETE)
@@ -98,7 +102,7 @@ def _fold(status: Status, record: Record, observed: Observed) -> Status:
 
 def _note(
     current: Attempt,
-    record: BeginSuspend | BeginStop | NoteSuccess | NoteFlushAsked | NoteFlushed | NoteHang,
+    record: BeginSuspend | BeginStop | NoteSuccess | NoteFlushAsked | ForgetFlushAsked | NoteFlushed | NoteHang,
     now: float,
 ) -> Attempt:
     """Records that only note a time in the current attempt."""
@@ -111,6 +115,8 @@ def _note(
             return replace(current, succeeded_time=now)
         case NoteFlushAsked():
             return replace(current, flush_asked_time=now)
+        case ForgetFlushAsked():
+            return replace(current, flush_asked_time=None)
         case NoteFlushed():
             return replace(current, flushed_time=now, flush_timed_out=record.timed_out)
         case NoteHang():
@@ -172,6 +178,10 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
     attempt = Attempt(attempt=plan.attempt, run=plan.run, resume_step=plan.resume_step, planned_time=now)
     is_restart = plan.after not in (None, Cause.SUSPENDED)
     trainer = TrainerStatus(global_step=plan.resume_step or None)
+    checkpoint = status.checkpoint
+    if plan.is_rolled_back:
+        # What was committed above it counts as progress no more.
+        checkpoint = replace(checkpoint, latest_persisted_step=plan.resume_step or None, size_bytes=None)
     return replace(
         status,
         state=State.STARTING,
@@ -181,11 +191,12 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
         restarts_without_progress=plan.without_progress,
         start_time=status.start_time if status.start_time is not None else now,
         progress_step=plan.progress_step,
+        resume_request=plan.resume_request,
         current=attempt,
         trainer_status=trainer,
         checkpoint=replace(
-            status.checkpoint,
-            earlier_saves=status.checkpoint.saves,
+            checkpoint,
+            earlier_saves=checkpoint.saves,
             restored_step=None,
             restored_tier=None,
             latest_memory_step=None,
@@ -235,6 +246,16 @@ def _close_stretch(status: Status, now: float) -> Status:
     return replace(status, earlier_seconds=status.earlier_seconds + now - status.start_time, start_time=None)
 
 
+def _resume(status: Status, now: float) -> Status:
+    """Another stretch begins. A flush that took too long before is due again: memory may still hold steps that
+    nothing else does.
+    """
+    current = status.current
+    if current is not None and current.flush_timed_out:
+        current = replace(current, flush_asked_time=None, flushed_time=None, flush_timed_out=False)
+    return replace(status, state=State.PENDING, start_time=now, current=current)
+
+
 def _finish(status: Status, now: float) -> Status:
     """Derives the final goodput: training that was kept, without its stalls, over the time that the job was
     active.
@@ -252,7 +273,7 @@ def _state_of(status: Status) -> State:
     current = status.current
     if status.terminal_state is not None:
         return State(status.terminal_state)
-    if status.state is State.SUSPENDED or current is None:
+    if status.state in (State.SUSPENDED, State.PENDING) or current is None:
         return status.state
     if current.ended_time is not None:
         return State.SUSPENDING if current.verdict is Verdict.SUSPEND else State.RESTARTING

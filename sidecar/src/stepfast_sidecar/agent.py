@@ -44,8 +44,8 @@ class Agent:
 
     # ------------------------------------------------------------ life
 
-    async def run(self) -> None:
-        """Adopts what an earlier agent left, serves, and at the end flushes all it holds."""
+    async def run(self) -> bool:
+        """Adopts what an earlier agent left, serves, and at the end flushes all it holds; False when it could not."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ending.set)
@@ -66,23 +66,27 @@ class Agent:
             await self._ending.wait()
             await self._flush_all("SIGTERM")
         finally:
-            await self._close(listener, serving, adopting, clearing)
+            is_idle = await self._close(listener, serving, adopting, clearing)
             if stop_metrics is not None:
                 await asyncio.to_thread(stop_metrics)
+        return is_idle
 
-    async def _close(self, listener: socket.socket, *tasks: asyncio.Task[None]) -> None:
-        is_idle = not any(room.is_living or not room.is_idle for room in self.rooms.values())
+    async def _close(self, listener: socket.socket, *tasks: asyncio.Task[None]) -> bool:
+        """Ends all that runs; whether everything is persisted."""
+        is_in_use = any(room.is_living for room in self.rooms.values())
         for task in (*tasks, *self._peers):
             task.cancel()
         await asyncio.gather(*tasks, *self._peers, return_exceptions=True)
         listener.close()
         self.config.socket.unlink(missing_ok=True)
+        is_idle = all(room.is_idle for room in self.rooms.values())
         for room in self.rooms.values():
             await room.close()
         if self._publishing is not None:
             self._publishing.cancel()
-        if self.config.remove_memory and is_idle:
+        if self.config.remove_memory and is_idle and not is_in_use:
             shutil.rmtree(self.config.memory_dir, ignore_errors=True)
+        return is_idle
 
     def _adopt(self) -> None:
         for job, settings, slots in self.memory.jobs():

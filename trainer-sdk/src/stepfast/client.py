@@ -58,15 +58,22 @@ def connect(path: str, timeout_seconds: float) -> socket.socket:
 
 
 class Connection:
-    """Frames over a connected socket. `send` from any thread; `receive` from one."""
+    """Frames over a connected socket. `send` from any thread; `receive` from one.
+
+    The socket's own time-out, the one it was connected with, holds for each `send` and `receive` until `wait_for_ever`:
+    an agent that stands still (stopped, or stuck in the kernel) accepts connections and never answers.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._sock.settimeout(None)
         self._decoder = Decoder(ANSWER_LIMIT)
         self._ready: deque[Message] = deque()
         self._descriptors: deque[int] = deque()
         self._send_lock = threading.Lock()
+
+    def wait_for_ever(self) -> None:
+        """From here on messages come when there is something to tell, however late."""
+        self._sock.settimeout(None)
 
     def send(self, message: Message) -> None:
         """Raises AgentUnavailable when the agent is gone."""
@@ -74,6 +81,8 @@ class Connection:
         with self._send_lock:
             try:
                 self._sock.sendall(frame)
+            except TimeoutError as error:
+                raise AgentUnavailable(f"the agent does not answer within {self._sock.gettimeout():g} s") from error
             except OSError as error:
                 raise AgentUnavailable(f"the agent went away: {error}") from error
 
@@ -82,6 +91,8 @@ class Connection:
         while not self._ready:
             try:
                 data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 18, _MAX_DESCRIPTORS)
+            except TimeoutError as error:
+                raise AgentUnavailable(f"the agent does not answer within {self._sock.gettimeout():g} s") from error
             except OSError as error:
                 raise AgentUnavailable(f"the agent went away: {error}") from error
             self._descriptors.extend(descriptors)
@@ -120,7 +131,7 @@ class RankClient:
         *,
         on_push: Callable[[Message, list[int]], None],
         on_lost: Callable[[], None],
-        timeout_seconds: float = 10.0,
+        timeout_seconds: float = 30.0,  # to connect and to be greeted
     ) -> None:
         self._connection = Connection(connect(path, timeout_seconds))
         self._ids = itertools.count(1)
@@ -142,6 +153,7 @@ class RankClient:
             self._connection.close()
             raise ProtocolError(f"the agent greets with {type(first).__name__}")
         self.welcome = first
+        self._connection.wait_for_ever()
         self._reader = threading.Thread(target=self._read, name="stepfast-client", daemon=True)
         self._reader.start()
 

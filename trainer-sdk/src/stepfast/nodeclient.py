@@ -18,7 +18,7 @@ _RECONNECT_SECONDS = 0.2
 class NodeClient:
     """Talks to the agent behind a socket path; the agent may come later, go, and come back."""
 
-    def __init__(self, socket_path: str, *, timeout_seconds: float = 5.0) -> None:
+    def __init__(self, socket_path: str, *, timeout_seconds: float = 10.0) -> None:
         self._path = socket_path
         self._timeout = timeout_seconds
         self._closed = threading.Event()
@@ -77,6 +77,8 @@ class NodeClient:
                 continue
             try:
                 connection.send(Watch())
+                on_status(_status(connection.receive()[0]))
+                connection.wait_for_ever()  # the agent tells changes, and there need not be any
                 while not self._closed.is_set():
                     on_status(_status(connection.receive()[0]))
             except StepfastError:

@@ -48,14 +48,18 @@ class FakeBackend:
         self.job = JobKey(namespace="test", name="job")
         self.uid = "uid"
         self.spec = spec
-        self.now = now
+        self.now = self.began = now
         self.world_size = world_size
         self.intent = Intent.RUN
+        self.command: str | None = None
         self.agent = AgentState.GONE
         self.is_storage_down = False
         self.gangs: dict[str, FakeGang] = {}
         self.steps: dict[int, float] = {}  # committed step: when
         self.staged: dict[str, list[int]] = {}  # by run: staged, not yet persisted
+        self.staged_not_due: dict[str, list[int]] = {}  # by run: staged; reported once a flush asked for it
+        self.parted: dict[str, list[int]] = {}  # by run: persisted, not yet committed
+        self.is_commit_held = False  # parts are written, manifests are not
         self.final: dict[str, int] = {}
         self.launches: list[LaunchGang] = []
         self.saved: Status | None = None
@@ -92,9 +96,10 @@ class FakeBackend:
         self.staged.setdefault(self.gang.run, []).append(step)
 
     def persist(self, run: str) -> None:
-        """What is staged of the run becomes committed."""
-        for step in self.staged.pop(run, []):
-            self.steps[step] = self.now
+        """What is staged of the run becomes committed, or stays half-way while commits are held."""
+        self.parted.setdefault(run, []).extend(self.staged.pop(run, []))
+        if not self.is_commit_held:
+            self.steps.update(dict.fromkeys(self.parted.pop(run), self.now))
 
     def fail(self, rank: int = 1, exit_code: int = 1) -> None:
         """A rank fails, and its launcher says so."""
@@ -121,7 +126,7 @@ class FakeBackend:
                 if phase is WorkerPhase.RUNNING:
                     gang.phases[node] = WorkerPhase.FAILED
                     gang.failures[node] = Failure(cause=Cause.SUPERVISOR_RESTARTED, time=self.now, node=f"node-{node}")
-        self.agent = AgentState.GONE
+        self.agent, self.began = AgentState.GONE, self.now
 
     # What the operator sees and does.
 
@@ -139,6 +144,8 @@ class FakeBackend:
             live_runs=frozenset(run for run, gang in self.gangs.items() if gang.lives),
             agent=self.agent,
             reports=[self._report(gang) for gang in self.gangs.values()] if self.agent is AgentState.READY else [],
+            began_time=self.began,
+            command=self.command,
             storage_uri="memory://fake/test/job",
         )
 
@@ -183,6 +190,7 @@ class FakeBackend:
 
     async def flush(self, run: str) -> None:
         self._check_agent()
+        self.staged.setdefault(run, []).extend(self.staged_not_due.pop(run, []))
         if not self.is_storage_down:
             self.persist(run)
 
@@ -213,11 +221,11 @@ class FakeBackend:
             world_size=self.world_size,
             ranks=tuple(gang.ranks.values()),
             saves=SaveStatus(),
-            latest_memory_step=max(staged, default=None),
+            latest_memory_step=max([*self.parted.get(gang.run, []), *staged], default=None),
             latest_persisted_step=max(self.steps, default=None),
             latest_persisted_time=max(self.steps.values(), default=None),
             pending_bytes=STEP_BYTES * len(staged),
-            pending_steps=tuple(staged),
+            pending_steps=(*self.parted.get(gang.run, []), *staged),
             final_step=self.final.get(gang.run),
         )
 

@@ -1,7 +1,8 @@
 """The node's agent as a child process: started, watched, asked, ended in order. One for each `stepfast run`.
 
-The memory folder outlives the agent, so that what was staged is adopted by its successor. Two agents on one
-folder must never be: whatever is left of an earlier agent of this job is ended before the next one starts.
+The memory folder outlives the agent, so that what was staged is adopted by its successor; it is removed only when an
+agent has ended and said, by its exit status, that the storage has all of it. Two agents on one folder must never be:
+whatever is left of an earlier agent of this job is ended before the next one starts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,16 @@ from stepfast.errors import AgentUnavailable, ProtocolError
 from stepfast.nodestatus import NodeStatus
 from stepfast.step import JobKey
 from stepfast_operator.backends import processes, tether
+from stepfast_operator.backends.blocking import call_in_thread
 from stepfast_operator.backends.memoryfolder import memory_folder, socket_folder
 from stepfast_operator.observed import AgentState
 
 MARKER = "STEPFAST_AGENT_OF"
 _LONGEST_BACKOFF_SECONDS = 10.0
+_END_GRACE_SECONDS = 10.0  # what an agent needs beside its flush: its persister ends
+_KILL_SECONDS = 10.0
+_REAP_SECONDS = 1.0
+_CALL_SECONDS = 30.0
 T = TypeVar("T")
 
 
@@ -51,7 +56,7 @@ class AgentSettings:
     log: Path
     command: Sequence[str] = (sys.executable, "-m", "stepfast_sidecar")
     node: str = "local"
-    end_seconds: float = 120.0  # how long an agent may flush before it is killed
+    end_seconds: float = 120.0  # how long an agent may flush when it is ended
 
 
 class LocalAgent:
@@ -69,7 +74,6 @@ class LocalAgent:
         self._status: NodeStatus | None = None
         self._started = 0.0
         self._starts_in_vain = 0  # in a row
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stepfast-agent-calls")
 
     def state(self) -> AgentState:
         """READY only once this very process has told its status: what an earlier one said says nothing any
@@ -96,8 +100,7 @@ class LocalAgent:
         """Starts the agent unless one lives. Blocks until what is left of an earlier one has ended."""
         if self.pid is not None:
             return
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, self._end_earlier)
+        await call_in_thread(self._end_earlier, name="stepfast-agent-end")
         self._status = None
         self._clear_way()
         settings = self._settings
@@ -105,7 +108,7 @@ class LocalAgent:
             "--socket", self.socket_path, "--memory-dir", str(self.memory_folder),
             "--memory-limit", str(settings.memory_limit), "--node", settings.node,
             # Should we be killed and never started again, the orphan flushes and takes its memory with it.
-            "--remove-memory",
+            "--remove-memory", "--flush-timeout", str(settings.end_seconds),
         ]  # fmt: skip
         with settings.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, from the main thread on purpose
@@ -128,7 +131,7 @@ class LocalAgent:
         self._starts_in_vain += 1
         if self._client is None:
             self._client = settings.connect(self.socket_path)
-            self._client.watch(self._taker(loop))
+            self._client.watch(self._taker(asyncio.get_running_loop()))
 
     def _taker(self, loop: asyncio.AbstractEventLoop) -> Callable[[NodeStatus], None]:
         """What the watching thread calls: hands the status over to the loop's thread."""
@@ -150,31 +153,25 @@ class LocalAgent:
         client = self._connected()
         await self._call(lambda: client.request_save(self._job, run))
 
-    async def end(self, *, is_final: bool) -> bool:
-        """SIGTERM, which flushes, then SIGKILL; removes memory folder and socket. False when it did not end
-        in order.
-
-        What an agent could not flush stays in memory for the next `stepfast run` of this job, unless the job
-        is over.
+    async def end(self) -> bool:
+        """SIGTERM, which flushes, then SIGKILL; removes the socket, and the memory folder when nothing in it is
+        needed. False when it stays, for the next `stepfast run` of this job: it may hold what the storage does not.
         """
-        loop = asyncio.get_running_loop()
-        is_orderly = await loop.run_in_executor(self._threads, self._end_now)
+        is_idle = await call_in_thread(self._end_now, name="stepfast-agent-end")
         if self._client is not None:
             self._client.close()
-        self._threads.shutdown()
-        if is_orderly or is_final:
+        if is_idle:
             shutil.rmtree(self.memory_folder, ignore_errors=True)
             with suppress(OSError):  # another job's folder may be beside it
                 self.memory_folder.parent.rmdir()
         shutil.rmtree(self._sockets, ignore_errors=True)
-        return is_orderly
+        return not self.memory_folder.exists()
 
     async def _call(self, call: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.wait_for(loop.run_in_executor(self._threads, call), timeout=30)
+            return await asyncio.wait_for(call_in_thread(call, name="stepfast-agent-call"), timeout=_CALL_SECONDS)
         except TimeoutError:
-            raise AgentUnavailable("the agent does not answer within 30 s") from None
+            raise AgentUnavailable(f"the agent does not answer within {_CALL_SECONDS:g} s") from None
         except ProtocolError as error:
             raise AgentUnavailable(f"the agent's answer is broken: {error}") from error
 
@@ -210,7 +207,7 @@ class LocalAgent:
         if self._process is None:
             descriptors = processes.signal_marked(MARKER, self._is_ours, signal.SIGTERM)
             try:
-                processes.wait_ended(descriptors, self._settings.end_seconds)
+                processes.wait_ended(descriptors, self._settings.end_seconds + _END_GRACE_SECONDS)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -220,14 +217,14 @@ class LocalAgent:
         return uid == self._uid
 
     def _end_now(self) -> bool:
-        is_orderly = True
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                is_orderly = self._process.wait(timeout=self._settings.end_seconds) == 0
-            except subprocess.TimeoutExpired:
-                is_orderly = False
-        processes.kill_marked(MARKER, self._is_ours, timeout_seconds=10)
-        if self._process is not None:
-            self._process.wait()
-        return is_orderly
+        """Whether an agent that was started here has ended with nothing left to persist."""
+        if self._process is None:
+            return False  # nobody has looked at what the memory holds; an orphan that flushes it goes by itself
+        self._process.terminate()
+        is_idle = False
+        with suppress(subprocess.TimeoutExpired):
+            is_idle = self._process.wait(timeout=self._settings.end_seconds + _END_GRACE_SECONDS) == 0
+        processes.kill_marked(MARKER, self._is_ours, timeout_seconds=_KILL_SECONDS)
+        with suppress(subprocess.TimeoutExpired):  # unkillable: it goes when the kernel lets it
+            self._process.wait(_REAP_SECONDS)
+        return is_idle

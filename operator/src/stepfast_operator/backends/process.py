@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,6 +23,7 @@ from stepfast.nodestatus import JobStatus
 from stepfast.storage.base import Store
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.backends import processes
+from stepfast_operator.backends.blocking import call_in_thread
 from stepfast_operator.backends.gangprocess import (
     RUN,
     GangProcess,
@@ -52,7 +53,9 @@ from stepfast_operator.record import Attempt, Cause, Status
 from stepfast_operator.spec import TrainingJob, settings_text
 
 _STORAGE_SECONDS = 120.0
+_STORE_CLOSE_SECONDS = 5.0
 _KILL_SECONDS = 10.0
+_REAP_SECONDS = 1.0
 _TERMINATION_POLL_SECONDS = 0.1
 T = TypeVar("T")
 
@@ -95,9 +98,11 @@ class ProcessBackend:
         self._gang_run: str | None = None
         self._poll: asyncio.TimerHandle | None = None
         self._store: Store | None = None
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="stepfast-backend")
+        self._storage_free = asyncio.Event()  # no call is under way
+        self._storage_free.set()
         saved = state.read()
-        self._begun = saved.written_time if saved is not None else settings.clock()
+        self._began = settings.clock()
+        self._written = saved.written_time if saved is not None else self._began
 
     async def observe(self, status: Status) -> Observed:
         now = self._settings.clock()
@@ -126,6 +131,8 @@ class ProcessBackend:
             agent=self._agent.state() if self._agent is not None else AgentState.ELSEWHERE,
             reports=reports,
             dead_ranks=dead,
+            began_time=self._began,
+            command=self._job.command,
             storage_uri=f"{self._settings.storage_uri.rstrip('/')}/{job_folder(self._job.job)}",
         )
 
@@ -193,18 +200,16 @@ class ProcessBackend:
     async def write_status(self, status: Status) -> None:
         self._state.write(self._uid, status)
 
-    async def close(self, status: Status) -> None:
+    async def close(self) -> bool:
         """Ends everything of this job, in order: gang, agent (which flushes), threads. Nothing of it runs
-        after.
+        after. False when the agent's memory stays, because it may hold what the storage does not.
         """
         with suppress(GangUnkillable):
             await self._kill(self._is_ours)
         self._forget_gang()
-        if self._agent is not None:
-            await self._agent.end(is_final=status.is_terminal)
-        if self._store is not None:
-            self._store.close()
-        self._threads.shutdown()
+        is_all_persisted = await self._agent.end() if self._agent is not None else True
+        await self._close_store()
+        return is_all_persisted
 
     @property
     def gang_pids(self) -> tuple[int, ...]:
@@ -246,7 +251,7 @@ class ProcessBackend:
             is_done = said is not None and said.get("exitCode") == 0
             phase = WorkerPhase.SUCCEEDED if is_done else WorkerPhase.FAILED
             if failure is None and not is_done:
-                time_known = max(self._begun, launch.launched_time)
+                time_known = max(self._written, launch.launched_time)
                 failure = Failure(
                     cause=Cause.SUPERVISOR_RESTARTED,
                     time=min(now, time_known),
@@ -285,9 +290,8 @@ class ProcessBackend:
         return environment(os.environ, torchrun, dict(spec.trainer.env), ours)
 
     async def _kill(self, matches: Callable[[str], bool]) -> None:
-        loop = asyncio.get_running_loop()
-        is_dead = await loop.run_in_executor(
-            self._threads, lambda: processes.kill_marked(RUN, matches, _KILL_SECONDS)
+        is_dead = await call_in_thread(
+            lambda: processes.kill_marked(RUN, matches, _KILL_SECONDS), name="stepfast-kill"
         )  # fmt: skip
         if not is_dead:
             left = processes.marked(RUN, matches)
@@ -296,17 +300,36 @@ class ProcessBackend:
             )
 
     async def _with_store(self, call: Callable[[Store], T]) -> T:
+        """One call at a time: one that hangs is not joined by others, and a roll-back that comes late is over before
+        anything is planned on top of it.
+        """
+
         def work() -> T:
             if self._store is None:
                 self._store = self._settings.open_store(self._settings.storage_uri)
             return call(self._store)
 
-        loop = asyncio.get_running_loop()
-        try:
-            return await asyncio.wait_for(loop.run_in_executor(self._threads, work), timeout=_STORAGE_SECONDS)
-        except TimeoutError:
-            uri = self._settings.storage_uri
-            raise StorageUnavailable(f"{uri} does not answer within {_STORAGE_SECONDS:g} s") from None
+        unavailable = StorageUnavailable(f"{self._settings.storage_uri} does not answer within {_STORAGE_SECONDS:g} s")
+        if not self._storage_free.is_set():
+            raise unavailable
+        self._storage_free.clear()
+        under_way = call_in_thread(work, name="stepfast-storage")
+        under_way.add_done_callback(self._free_storage)
+        done, _ = await asyncio.wait({under_way}, timeout=_STORAGE_SECONDS)
+        if not done:
+            raise unavailable
+        return under_way.result()
+
+    def _free_storage(self, call: asyncio.Future[T]) -> None:
+        self._storage_free.set()
+        if not call.cancelled():
+            call.exception()  # nobody may be left to ask for it
+
+    async def _close_store(self) -> None:
+        """Lets go of the storage, unless it hangs."""
+        if self._store is not None and self._storage_free.is_set():
+            closing = call_in_thread(self._store.close, name="stepfast-storage")
+            await asyncio.wait({closing}, timeout=_STORE_CLOSE_SECONDS)
 
     def _read_output(self, process: GangProcess) -> None:
         if not process.read_output():
@@ -331,7 +354,8 @@ class ProcessBackend:
         if self._poll is not None:
             self._poll.cancel()
         for process in self._gang.values():
-            process.process.wait()
+            with suppress(subprocess.TimeoutExpired):  # unkillable: it goes when the kernel lets it
+                process.process.wait(_REAP_SECONDS)
             with suppress(ValueError):
                 loop.remove_reader(process.output)
                 loop.remove_reader(process.pidfd)

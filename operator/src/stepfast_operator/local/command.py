@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +52,9 @@ def run(  # noqa: PLR0917 - typer calls it by keyword
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory tier, as in 8Gi.")] = None,
     interval: Annotated[str | None, typer.Option(metavar="auto|10s|50steps", help="How often to save.")] = None,
     resume_policy: Annotated[str | None, typer.Option(metavar="Latest|Never", help="Where to start from.")] = None,
-    resume_from_step: Annotated[int | None, typer.Option(min=0, help="Roll back to this committed step.")] = None,
+    resume_from_step: Annotated[
+        int | None, typer.Option(min=0, help="Roll back to this committed step, each time it is given.")
+    ] = None,
     summary: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the job's status here.")] = None,
 ) -> None:
     """Run a training script so that it survives: failures restart it from the latest committed step."""
@@ -99,7 +103,9 @@ def _job_of(
     trainer = document["spec"].setdefault("trainer", {})
     if variables and isinstance(trainer, dict):
         trainer["env"] = [*trainer.get("env", ()), *variables]
-    return parse_manifest(document, default_namespace=DEFAULT_NAMESPACE)
+    job = parse_manifest(document, default_namespace=DEFAULT_NAMESPACE)
+    # Each command that asks for a step is a request of its own, also when it is the same one typed again.
+    return replace(job, command=uuid.uuid4().hex) if "checkpoint.resumeFromStep" in options else job
 
 
 def _manifest_for(script: list[str]) -> dict[str, Any]:

@@ -12,23 +12,31 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from stepfast.errors import SpecError
+from stepfast.errors import SpecError, StepfastError
+from stepfast.step import JobKey
 from stepfast.storage.base import Store
 from stepfast_operator.backends.localagent import AgentSettings, Client, LocalAgent
-from stepfast_operator.backends.memoryfolder import default_memory_limit
+from stepfast_operator.backends.memoryfolder import default_memory_limit, memory_folder
 from stepfast_operator.backends.process import ProcessBackend, ProcessSettings
-from stepfast_operator.backends.statefolder import StateFolder
-from stepfast_operator.observed import Intent
+from stepfast_operator.backends.statefolder import Saved, StateFolder
+from stepfast_operator.observed import AgentState, Intent
 from stepfast_operator.reconcile import Pass, reconcile
 from stepfast_operator.record import State, Status
 from stepfast_operator.spec import TrainingJob
 
 INTERRUPTED = 130
 _LONGEST_WAIT_SECONDS = 5.0
+_AGENT_START_SECONDS = 60.0
+_AGENT_POLL_SECONDS = 0.2
+
+
+class StepsUnpersisted(StepfastError):
+    """Memory alone holds steps of a job that is over."""
 
 
 class View(Protocol):
@@ -67,7 +75,9 @@ class Outcome:
 
 
 async def run_session(job: TrainingJob, surroundings: Surroundings, view: View) -> Outcome:
-    """Runs the job until it is complete, failed or suspended. Raises JobLocked, StorageError, SpecError."""
+    """Runs the job until it is complete, failed or suspended. Raises JobLocked, StepsUnpersisted, StorageError,
+    SpecError.
+    """
     state = StateFolder(surroundings.state_root, job.job)
     state.lock()
     try:
@@ -77,7 +87,6 @@ async def run_session(job: TrainingJob, surroundings: Surroundings, view: View) 
 
 
 async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, state: StateFolder) -> Outcome:
-    uid, status = _begin(state)
     wake = asyncio.Event()
     memory_limit = _memory_limit(job)
     storage_uri = job.spec.checkpoint.storage_uri or surroundings.storage_uri
@@ -89,6 +98,10 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
     )
     if surroundings.agent_command is not None:
         agent_settings = replace(agent_settings, command=surroundings.agent_command)
+    saved = state.read()
+    if saved is not None and saved.status.is_terminal:
+        await _persist_left(job.job, saved.uid, agent_settings, view)
+    uid, status = _begin(state, saved)
     agent = LocalAgent(job.job, uid, agent_settings, wake.set)
     settings = ProcessSettings(
         storage_uri=storage_uri,
@@ -102,7 +115,10 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
     try:
         status = await _loop(backend, status, wake, view)
     finally:
-        await backend.close(status)
+        if not await backend.close():
+            view.say(
+                f"what is not persisted stays in memory ({agent.memory_folder}); the same command persists it first"
+            )
         interrupts.restore()
     return Outcome(
         uid=uid,
@@ -113,11 +129,39 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
     )
 
 
-def _begin(state: StateFolder) -> tuple[str, Status]:
+async def _persist_left(job: JobKey, uid: str, settings: AgentSettings, view: View) -> None:
+    """What a job of this name left in memory alone when it ended is persisted before another one begins, which then
+    goes on from there. Raises StepsUnpersisted.
+    """
+    folder = memory_folder(uid, settings.log.parent)
+    if not folder.exists():
+        return
+    view.say(f"persisting what the job before this one left in memory ({folder})")
+    changed = asyncio.Event()
+    agent = LocalAgent(job, uid, settings, changed.set)
+    try:
+        await agent.start()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_AGENT_START_SECONDS):
+                # Told to end before it serves it would go without a flush.
+                while agent.state() is AgentState.STARTING:
+                    changed.clear()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(changed.wait(), _AGENT_POLL_SECONDS)
+    finally:
+        is_all_persisted = await agent.end()
+    if not is_all_persisted:
+        raise StepsUnpersisted(
+            f"the job before this one left steps of {job} in memory alone ({folder}), and they cannot be persisted "
+            f"now; {settings.log} says why. Run the same command again when the storage answers, or remove that "
+            "folder to give these steps up."
+        )
+
+
+def _begin(state: StateFolder, saved: Saved | None) -> tuple[str, Status]:
     """The job that was interrupted here, under its old uid; else a new one, which resumes from the storage
     alone.
     """
-    saved = state.read()
     if saved is not None and not saved.status.is_terminal:
         return saved.uid, saved.status
     status = Status(start_time=time.time())
@@ -152,6 +196,8 @@ def exit_code_of(status: Status) -> int:
         return 0
     if status.state is State.SUSPENDED:
         return INTERRUPTED
+    if status.current is not None and status.current.succeeded_time is not None:
+        return 1  # the script's own was 0, but what it made is not safe
     code = status.last_failure.exit_code if status.last_failure is not None else None
     return code if code is not None and 0 < code < 256 else 1
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stepfast_operator.actions import LaunchGang, StartAgent
+from stepfast_operator.actions import LaunchGang, StartAgent, SupersedeAfter
 from stepfast_operator.reconcile import Pass
-from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status
+from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status, Verdict
 
 COMMIT_LINE_SECONDS = 5.0
 
@@ -12,7 +12,8 @@ COMMIT_LINE_SECONDS = 5.0
 def tell(seen: Pass) -> list[str]:
     """What this pass brought, in order, one line for each event."""
     before, after = seen.before, seen.after
-    lines = [_launched(action, after) for action in seen.decision.actions if isinstance(action, LaunchGang)]
+    lines = [_rolled_back(action) for action in seen.decision.actions if isinstance(action, SupersedeAfter)]
+    lines += [_launched(action, after) for action in seen.decision.actions if isinstance(action, LaunchGang)]
     if before.current is not None:
         lines += ["the agent is started" for action in seen.decision.actions if isinstance(action, StartAgent)]
     lines += _attempt_lines(before.current, after.current, after)
@@ -52,6 +53,10 @@ def size_text(size_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
+def _rolled_back(action: SupersedeAfter) -> str:
+    return f"rolling back to {f'step {action.step}' if action.step > 0 else 'scratch'}: later steps are superseded"
+
+
 def _launched(launch: LaunchGang, status: Status) -> str:
     nodes = status.nodes.desired
     where = f" on {nodes} nodes" if nodes > 1 else ""
@@ -85,7 +90,9 @@ def _attempt_lines(before: Attempt | None, after: Attempt | None, status: Status
     if after.hang_notified_time is not None and before.hang_notified_time is None:
         lines.append("no new step for too long: the gang seems to hang")
     if after.flush_timed_out and not before.flush_timed_out:
-        lines.append("flushing took too long: going on with what is committed")
+        is_resumed_later = after.verdict is Verdict.SUSPEND
+        going_on = "the same command persists what is left" if is_resumed_later else "going on with what is committed"
+        lines.append(f"flushing took too long: {going_on}")
     return lines
 
 

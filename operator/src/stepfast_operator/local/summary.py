@@ -37,7 +37,9 @@ def print_summary(console: Console, job: JobKey, outcome: Outcome) -> None:
     if status.recoveries:
         console.print(_recoveries(status))
     if status.state is State.SUSPENDED:
-        console.print("Suspended. The same command goes on from the latest committed step.")
+        request = status.resume_request
+        without = ", without --resume-from-step," if request is not None and request.command is not None else ""
+        console.print(f"Suspended. The same command{without} goes on from the latest committed step.")
 
 
 def _facts(status: Status) -> list[tuple[str, str]]:

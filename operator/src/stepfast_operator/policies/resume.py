@@ -1,11 +1,17 @@
-"""Which step an attempt starts from: one number for the whole gang, fixed before it is launched. Pure."""
+"""Which step an attempt starts from: one number for the whole gang, fixed before it is launched. Pure.
+
+A step that is asked for (`resumePolicy: Step`) is rolled back to once by each request; attempts after that go on
+from the latest. A command is a request each time it is given. A manifest, which is read again whenever the job goes on,
+is one for the job's whole life, until it names another step: else each interruption would undo what was trained since.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from stepfast_operator.observed import Observed
+from stepfast_operator.record import ResumeRequest
 from stepfast_operator.spec import ResumePolicy
 
 
@@ -17,6 +23,7 @@ class Resume:
 
     step: int  # 0: from scratch
     progress_step: int | None
+    request: ResumeRequest | None = None
     supersede_after: int | None = None
     unavailable: str | None = None
 
@@ -36,11 +43,22 @@ def resume_of(observed: Observed) -> Resume:
             baseline = None if is_first else _highest(observed, newest)
             return Resume(step=0, progress_step=baseline, supersede_after=-1 if steps else None)
         case ResumePolicy.STEP:
-            if not is_first:
-                return Resume(step=newest or 0, progress_step=_highest(observed, newest))
-            return _roll_back(observed.spec.checkpoint.resume_from_step or 0, steps)
+            request = _request(observed)
+            if not is_asked(observed):
+                return Resume(step=newest or 0, progress_step=_highest(observed, newest), request=request)
+            return replace(_roll_back(request.step, steps), request=request)
         case _:
             assert_never(policy)
+
+
+def is_asked(observed: Observed) -> bool:
+    """Whether a step is asked for that no attempt has started from yet for this request."""
+    is_step = observed.spec.checkpoint.resume_policy is ResumePolicy.STEP
+    return is_step and observed.status.resume_request != _request(observed)
+
+
+def _request(observed: Observed) -> ResumeRequest:
+    return ResumeRequest(step=observed.spec.checkpoint.resume_from_step or 0, command=observed.command)
 
 
 def _roll_back(step: int, steps: list[int]) -> Resume:
