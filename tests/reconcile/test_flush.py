@@ -1,0 +1,180 @@
+"""What is staged when an attempt ends, in a fake world, one behaviour a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from stepfast_operator.local.session import exit_code_of
+from stepfast_operator.observed import AgentState, DeadRank, Observed
+from stepfast_operator.record import ConditionType, FailedReason, State, Status
+
+MakeWorld = Callable[..., Any]
+
+
+def test_staged_steps_of_the_failed_run_are_flushed_before_the_resume_step_is_fixed(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(30)
+    world.stage(30)
+    world.fail()
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 30
+    assert world.status.recoveries[0].steps_lost == 0
+
+
+def test_step_whose_part_is_written_is_waited_for_until_it_is_committed(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(30)
+    world.stage(30)
+    world.is_commit_held = True
+    world.fail()
+    for _ in range(20):
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    assert world.parted == {"uid-1": [30]}
+    assert len(world.launches) == 1, "the next attempt did not wait for the manifest"
+    world.is_commit_held = False
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 30
+    assert not world.status.recoveries[0].steps_lost
+
+
+def test_flush_is_bounded_when_the_storage_does_not_take_it(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    world.start()
+    world.make_step(30)
+    world.steps[10] = world.now
+    world.stage(30)
+    world.is_storage_down = True
+    world.fail()
+    began = world.now
+    while world.status.current.flushed_time is None:
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    assert 5 <= world.status.current.flushed_time - began < 6
+    assert world.status.current.flush_timed_out
+    world.is_storage_down = False
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 10
+
+
+def test_agent_killed_with_the_gang_is_started_and_flushed_before_the_next_attempt(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(30)
+    world.stage(30)
+    world.agent = AgentState.GONE
+    world.fail()
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 30
+
+
+def test_success_is_flushed_and_terminal(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(9)
+    world.stage(9)
+    world.succeed()
+    world.settle()
+    assert world.status.state == State.COMPLETE
+    assert list(world.steps) == [9]
+    launches = len(world.launches)
+    world.advance(1000)
+    world.settle()
+    assert world.status.state == State.COMPLETE
+    assert len(world.launches) == launches
+
+
+def test_success_whose_last_step_the_storage_does_not_take_is_no_success(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.is_storage_down = True
+    world.succeed()
+    began = world.now
+    world.relaunched()
+    failed = world.status.condition(ConditionType.FAILED)
+    assert failed.reason == FailedReason.CHECKPOINT_UNAVAILABLE
+    assert "step 10 " in failed.message
+    assert "same command" in failed.message
+    assert 5 <= world.now - began < 6
+    assert exit_code_of(world.status) == 1
+
+
+def test_rank_that_succeeded_without_a_goodbye_has_not_failed_while_its_steps_are_flushed(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.is_commit_held = True
+    world.succeed()
+    dead = DeadRank(rank=1, node="node-0", ended_time=world.now)
+    observe = world.observe
+
+    async def with_dead(status: Status) -> Observed:
+        return replace(await observe(status), dead_ranks=[dead])
+
+    world.observe = with_dead
+    for _ in range(20):
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    world.is_commit_held = False
+    world.relaunched()
+    assert (world.status.state, world.status.attempt) == (State.COMPLETE, 1)
+
+
+def test_success_is_not_trusted_while_no_agent_can_say_what_is_left(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.settle()
+    world.succeed()
+    for _ in range(100):
+        world.agent = AgentState.STARTING
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    assert world.status.condition(ConditionType.FAILED).reason == FailedReason.CHECKPOINT_UNAVAILABLE
+
+
+def test_success_of_a_script_that_saved_nothing_needs_no_agent(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    world.start()
+    world.succeed()
+    for _ in range(100):
+        world.agent = AgentState.STARTING
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    assert world.status.state is State.COMPLETE
+
+
+def test_flush_is_asked_for_once_even_without_time_for_it(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 0})
+    world.start()
+    world.make_step(10)
+    world.stage(10)
+    world.succeed()
+    world.relaunched()
+    assert (world.status.state, list(world.steps)) == (State.COMPLETE, [10])
+
+
+def test_agent_that_was_replaced_during_the_flush_is_asked_again(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(30)
+    world.stage(30)
+    world.is_storage_down = True
+    world.fail()
+    while world.status.current.flush_asked_time is None:
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+    world.agent = AgentState.GONE
+    # To the one after it the step is not due yet: nothing seems to be pending.
+    world.staged_not_due, world.staged = world.staged, {}
+    world.is_storage_down = False
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 30
