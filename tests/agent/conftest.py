@@ -128,7 +128,10 @@ class AgentProcess:
         """The process ids of the jobs' persisters, by the job's folder."""
         found = {}
         for child in psutil.Process(self.pid).children():
-            words = child.cmdline()
+            try:
+                words = child.cmdline()
+            except psutil.NoSuchProcess:  # it has just ended
+                continue
             if "stepfast_sidecar.persister" in words:
                 found[words[words.index("--folder") + 1]] = child.pid
         return found
