@@ -117,6 +117,12 @@ def any_job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
 
 
 @pytest.fixture
+def any_storage_job() -> Callable[[str], Job]:
+    """`any_storage_job(root)`: a job without steps yet in that storage."""
+    return Job
+
+
+@pytest.fixture
 def invoke() -> Callable[..., Said]:
     """`invoke("list", uri, …)`: `stepfast checkpoints list …` in this process, piped."""
     app = typer.Typer()
