@@ -227,10 +227,13 @@ def test_reinstated_step_is_committed_and_restored_from_as_it_was(rolled_back: A
     assert rolled_back.restored() == (4, rolled_back.runs[0])
 
 
-def test_reinstated_step_below_the_latest_does_not_claim_to_be_it(rolled_back: Any, invoke: Invoke) -> None:
+def test_reinstated_step_below_the_latest_says_how_to_go_back_to_it(rolled_back: Any, invoke: Invoke) -> None:
     invoke("reinstate", rolled_back.uri, 4)
 
-    assert invoke("reinstate", rolled_back.uri, 3).out == "step 3 is committed again\n"
+    said = invoke("reinstate", rolled_back.uri, 3)
+
+    assert said.out.startswith("step 3 is committed again: the latest is 4")
+    assert "--resume-from-step 3" in said.out
 
 
 def test_reinstated_step_can_be_rolled_back_again(rolled_back: Any, invoke: Invoke) -> None:

@@ -191,7 +191,10 @@ def reinstate(
     step: Annotated[int, typer.Argument(min=0, help="the step, as `list --all` shows it")],
     run: Annotated[str | None, typer.Option("--run", help="whose, when several runs' states of it are there")] = None,
 ) -> None:
-    """Brings a step back that was rolled back: committed again, if every byte of it is whole."""
+    """Brings a step back that was rolled back: committed again, if every byte of it is whole.
+
+    Only while no training of the job runs: that would meet a step of another history.
+    """
     with _opened(uri) as store:
         runs = [found.run for found in catalog.superseded_steps(store, "") if found.step == step]
         if run is None and len(runs) > 1:
@@ -205,8 +208,13 @@ def reinstate(
             catalog.reinstate(store, "", step, chosen)
         except catalog.StepCommitted as error:
             raise SpecError("STEP", f"{error}: remove that first (`rm {step}` leaves what is superseded)") from error
-        is_latest = catalog.latest_step(store, "") == step
-    typer.echo(f"step {step} is committed again{': the next start resumes from it' if is_latest else ''}")
+        latest = catalog.latest_step(store, "")
+    follows = (
+        "the next start resumes from it"
+        if latest == step
+        else f"the latest is {latest}; `stepfast run --resume-from-step {step}` goes back to this one"
+    )
+    typer.echo(f"step {step} is committed again: {follows}")
 
 
 def _remove_committed(store: Store, wanted: set[int], *, yes: bool) -> None:
