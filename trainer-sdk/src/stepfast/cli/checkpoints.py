@@ -1,52 +1,62 @@
-"""`stepfast checkpoints`: what a storage holds of a job, whether it is whole, and getting it out."""
+"""`stepfast checkpoints`: what a storage holds of a job, whether it is whole, and getting it out.
+
+Exit status 1: something is damaged, or the storage or the target fails. 2: the command line asks for what is not there.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from stepfast import catalog
-from stepfast.errors import CheckpointDamaged, CheckpointNotFound, SpecError, StepfastError
-from stepfast.layout import parse_step_folder
+from stepfast.cli.table import print_table
+from stepfast.cli.target import is_torch_file, placed_file, placed_folder
+from stepfast.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnsafe, SpecError, StepfastError
+from stepfast.layout import HISTORIES, parse_step_folder
 from stepfast.storage import Store, open_store
 
-app = typer.Typer(no_args_is_help=True, help="Committed steps in a storage: list, show, verify, export, remove.")
+app = typer.Typer(
+    no_args_is_help=True, help="Committed steps in a storage: list, show, verify, export, remove, bring back."
+)
 
 Uri = Annotated[str, typer.Argument(help="a job's folder, <storage root>/<namespace>/<job>, as a path or a URI")]
-Step = Annotated[int | None, typer.Option("--step", help="the step (default: the latest)")]
+Step = Annotated[int | None, typer.Option("--step", min=0, help="the step (default: the latest)")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+_SUGGESTIONS = 5
+_LOOKED_AT = 200  # folders, in search of a job near a wrong URI
 
 
 @app.command("list")
-def list_steps(uri: Uri, as_json: AsJson = False) -> None:
+def list_steps(
+    uri: Uri,
+    everything: Annotated[bool, typer.Option("--all", help="those that were rolled back, too")] = False,
+    as_json: AsJson = False,
+) -> None:
     """The committed steps, with size, time and lag."""
     with _opened(uri) as store:
-        found = catalog.committed_steps(store, "")
+        rows = [(step, "committed") for step in catalog.committed_steps(store, "")]
+        superseded = catalog.superseded_steps(store, "") if everything or not rows else []
+    if everything:
+        rows = sorted([*rows, *((step, "superseded") for step in superseded)], key=lambda row: (row[0].step, row[1]))
     if as_json:
-        _print_json([_row(step) for step in found])
-        return
-    table = Table("STEP", "SIZE", "RANKS", "SAVED", "LAG", "RUN", "STATE")
-    for step in found:
-        lag = f"{step.committed_time - step.saved_time:.2f} s"
-        state = "committed" if step.damage is None else f"damaged: {step.damage}"
-        table.add_row(
-            str(step.step),
-            _size(step.size_bytes),
-            str(step.world_size),
-            _time(step.saved_time),
-            lag,
-            step.run,
-            state,
+        _print_json([_document(step, state) for step, state in rows])
+    elif rows:
+        print_table(
+            ("STEP", "SIZE", "RANKS", "SAVED", "LAG", "RUN", "STATE"),
+            [_row(step, state) for step, state in rows],
         )
-    Console().print(table)
+    if not rows:
+        hint = f"; {len(superseded)} were rolled back: list them with --all" if superseded else ""
+        typer.echo(f"no committed step in {uri}{hint}", err=True)
 
 
 @app.command()
@@ -75,92 +85,213 @@ def show(uri: Uri, step: Step = None, as_json: AsJson = False) -> None:
             }
         )
         return
-    console = Console()
-    console.print(f"step {number}  run {manifest.run}  {manifest.world_size} ranks  {_size(manifest.size_bytes)}")
+    typer.echo(f"step {number}  run {manifest.run}  {manifest.world_size} ranks  {_size(manifest.size_bytes)}")
     for file in files:
-        table = Table("TENSOR", "DTYPE", "SHAPE", "SIZE", title=f"{file.path}  {_size(file.size_bytes)}")
-        for name, place in headers[file.path].places.items():
-            shape = "x".join(map(str, place.spec.shape)) or "scalar"
-            table.add_row(name, place.spec.dtype, shape, _size(place.end - place.begin))
-        console.print(table)
+        rows = [
+            (
+                name,
+                place.spec.dtype,
+                "x".join(map(str, place.spec.shape)) or "scalar",
+                _size(place.end - place.begin),
+            )
+            for name, place in headers[file.path].places.items()
+        ]
+        title = f"{file.path}  {_size(file.size_bytes)}"
+        print_table(("TENSOR", "DTYPE", "SHAPE", "SIZE"), rows, title=title)
 
 
 @app.command()
-def verify(uri: Uri, step: Step = None) -> None:
+def verify(
+    uri: Uri,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="the step (default: all)")] = None,
+    as_json: AsJson = False,
+) -> None:
     """Reads every byte against its checksum: all steps, or one. Exit status 1 when something is damaged."""
-    damaged = 0
+    results: list[dict[str, object]] = []
     with _opened(uri) as store:
         steps = [found.step for found in catalog.committed_steps(store, "")] if step is None else [step]
         if not steps:
             raise CheckpointNotFound(f"{uri} holds no committed step")
         for number in steps:
+            size, damage = 0, None
             try:
                 size = sum(file.size_bytes for file in catalog.verify_step(store, "", number))
-                typer.echo(f"step {number}: whole, {_size(size)}")
             except CheckpointDamaged as error:
-                damaged += 1
-                typer.echo(str(error), err=True)
-    if damaged:
+                damage = str(error)
+            results.append({"step": number, "sizeBytes": size, "damage": damage})
+            if not as_json:
+                typer.echo(damage or f"step {number}: whole, {_size(size)}", err=damage is not None)
+    if as_json:
+        _print_json(results)
+    if any(result["damage"] for result in results):
         raise typer.Exit(1)
 
 
 @app.command()
-def export(
+def export(  # noqa: PLR0917 - typer calls it by keyword
     uri: Uri,
-    to: Annotated[Path, typer.Argument(help="a file that torch.load opens (.pt), or a folder for safetensors files")],
+    to: Annotated[
+        Path,
+        typer.Argument(
+            help="a file that torch.load opens (.pt, .pth), or a new folder (no suffix) for safetensors files"
+        ),
+    ],
     step: Step = None,
-    rank: Annotated[int, typer.Option("--rank", help="whose state (a torch file)")] = 0,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="whose state (a torch file; default: 0)")] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only/--no-weights-only", help="refuse pickled objects, which run code")
     ] = True,
+    force: Annotated[bool, typer.Option("--force", help="replace the file or an earlier export's folder")] = False,
 ) -> None:
     """Takes a verified step out: one rank's whole state as a torch file, or all ranks' files as they are."""
     with _opened(uri) as store:
+        is_file = is_torch_file(to)
+        if rank is not None and not is_file:
+            raise SpecError("--rank", f"goes with a torch file (.pt); {to} is a folder, which takes all ranks' files")
         number = _chosen(store, step)
-        if to.suffix in (".pt", ".pth", ".bin"):
+        if is_file:
+            if find_spec("torch") is None:
+                raise SpecError("TO", "a torch file needs torch: pip install stepfast[torch], or name a folder")
             from stepfast.torch.export import export_torch
 
-            export_torch(store, number, rank, to, weights_only=weights_only)
+            with placed_file(to, force=force) as file:
+                try:
+                    export_torch(store, number, rank or 0, file, weights_only=weights_only)
+                except CheckpointUnsafe as error:
+                    raise CheckpointUnsafe(f"{error}; here: --no-weights-only, or export to a folder") from error
         else:
-            to.mkdir(parents=True, exist_ok=True)
-            for file in catalog.verify_step(store, "", number):
-                _copy(store, file.path, file.size_bytes, to / Path(file.path).name)
+            with placed_folder(to, force=force) as folder:
+                _copy(store, number, folder)
     typer.echo(f"step {number} is in {to}")
 
 
 @app.command("rm")
 def remove(
     uri: Uri,
-    steps: Annotated[list[int], typer.Argument(help="the steps to remove")],
+    steps: Annotated[list[int] | None, typer.Argument(help="the steps to remove")] = None,
+    superseded: Annotated[
+        bool, typer.Option("--superseded", help="remove what was rolled back, of these steps (default: of all)")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
 ) -> None:
-    """Removes steps for good: the manifest first, then the files."""
+    """Removes steps for good: the manifest first, then the files.
+
+    Committed steps, whose superseded states stay; with --superseded the other way round.
+    """
     with _opened(uri) as store:
-        known = {found.step for found in catalog.committed_steps(store, "")}
-        unknown = sorted(set(steps) - known)
-        if unknown:
-            raise CheckpointNotFound(f"not committed in {uri}: {', '.join(map(str, unknown))}")
-        if not yes:
-            typer.confirm(f"Remove step {', '.join(map(str, sorted(steps)))} for good?", abort=True)
-        for number in sorted(set(steps)):
-            catalog.remove_step(store, "", number)
-            typer.echo(f"removed step {number}")
+        if superseded:
+            _remove_superseded(store, set(steps or ()), yes=yes)
+        else:
+            _remove_committed(store, set(steps or ()), yes=yes)
+
+
+@app.command()
+def reinstate(
+    uri: Uri,
+    step: Annotated[int, typer.Argument(min=0, help="the step, as `list --all` shows it")],
+    run: Annotated[str | None, typer.Option("--run", help="whose, when several runs' states of it are there")] = None,
+) -> None:
+    """Brings a step back that was rolled back: committed again, if every byte of it is whole.
+
+    Only while no training of the job runs: that would meet a step of another history.
+    """
+    with _opened(uri) as store:
+        runs = [found.run for found in catalog.superseded_steps(store, "") if found.step == step]
+        if run is None and len(runs) > 1:
+            raise SpecError(
+                "--run", f"step {step} was rolled back more than once, of the runs {', '.join(runs)}: name one"
+            )
+        chosen = run or (runs[0] if runs else None)
+        if chosen not in runs:
+            raise CheckpointNotFound(f"step {step}{_of(run)} is not superseded in {uri}: see `list --all`")
+        try:
+            catalog.reinstate(store, "", step, chosen)
+        except catalog.StepCommitted as error:
+            raise SpecError("STEP", f"{error}: remove that first (`rm {step}` leaves what is superseded)") from error
+        latest = catalog.latest_step(store, "")
+    follows = (
+        "the next start resumes from it"
+        if latest == step
+        else f"the latest is {latest}; `stepfast run --resume-from-step {step}` goes back to this one"
+    )
+    typer.echo(f"step {step} is committed again: {follows}")
+
+
+def _remove_committed(store: Store, wanted: set[int], *, yes: bool) -> None:
+    if not wanted:
+        raise SpecError("STEPS", "name the steps to remove")
+    unknown = sorted(wanted - {found.step for found in catalog.committed_steps(store, "")})
+    if unknown:
+        others = {found.step for found in catalog.superseded_steps(store, "")} & set(unknown)
+        hint = f"; superseded: {_numbers(others)} (remove those with --superseded)" if others else ""
+        raise CheckpointNotFound(f"not committed in {store.uri}: {_numbers(unknown)}{hint}")
+    _confirm(f"Remove step {_numbers(wanted)} for good?", yes=yes)
+    for number in sorted(wanted):
+        catalog.remove_committed(store, "", number)
+        typer.echo(f"removed step {number}")
+
+
+def _remove_superseded(store: Store, wanted: set[int], *, yes: bool) -> None:
+    found = catalog.superseded_steps(store, "")
+    unknown = sorted(wanted - {step.step for step in found})
+    if unknown or not found:
+        raise CheckpointNotFound(f"not superseded in {store.uri}: {_numbers(unknown) or 'no step is'}")
+    chosen = [step for step in found if not wanted or step.step in wanted]
+    _confirm(f"Remove what is superseded of step {_numbers({step.step for step in chosen})} for good?", yes=yes)
+    for step in chosen:
+        catalog.remove_superseded(store, "", step.step, step.run)
+        typer.echo(f"removed step {step.step}{_of(step.run)}")
+
+
+def _confirm(question: str, *, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise SpecError("--yes", f"is needed where nobody can be asked: {question}")
+    typer.confirm(question, abort=True)
 
 
 @contextmanager
 def _opened(uri: str) -> Iterator[Store]:
-    """The job's folder as a store; errors become one line and exit status 2."""
+    """The job's folder as a store; errors become one line and an exit status."""
     try:
         if parse_step_folder(uri.rstrip("/").rpartition("/")[2]) is not None:
             raise SpecError("URI", f"{uri} is a step's folder: name the job's folder, and the step by --step")
         store = open_store(uri)
         try:
+            if not _is_job(store, ""):
+                raise CheckpointNotFound(f"{uri} holds no job's steps{_near(store, uri)}")
             yield store
         finally:
             store.close()
     except StepfastError as error:
         typer.echo(f"stepfast: {error}", err=True)
-        raise typer.Exit(2) from error
+        is_asked_wrong = isinstance(error, SpecError | CheckpointNotFound)
+        raise typer.Exit(2 if is_asked_wrong else 1) from error
+
+
+def _is_job(store: Store, folder: str) -> bool:
+    entries = store.list(folder)
+    return any(
+        parse_step_folder(entry.name) is not None if entry.is_folder else entry.name == HISTORIES for entry in entries
+    )
+
+
+def _near(store: Store, uri: str) -> str:
+    """Jobs one and two levels below, as a question; empty when there are none."""
+    level, found, left = [""], [], _LOOKED_AT
+    for _ in range(2):
+        below = [
+            f"{folder}/{entry.name}".lstrip("/") for folder in level for entry in store.list(folder) if entry.is_folder
+        ]
+        level, left = below[:left], max(0, left - len(below))
+        found += [folder for folder in level if _is_job(store, folder)]
+    if not found:
+        return ": name <storage root>/<namespace>/<job>"
+    base = uri if uri.endswith("/") else f"{uri}/"
+    names = " or ".join(f"{base}{folder}" for folder in found[:_SUGGESTIONS])
+    more = f" or one of {len(found) - _SUGGESTIONS} more" if len(found) > _SUGGESTIONS else ""
+    return f": did you mean {names}{more}?"
 
 
 def _chosen(store: Store, step: int | None) -> int:
@@ -172,20 +303,37 @@ def _chosen(store: Store, step: int | None) -> int:
     return latest
 
 
-def _copy(store: Store, path: str, size_bytes: int, target: Path) -> None:
-    block = 8 * 1024 * 1024
-    with open(target, "wb") as out:
-        for begin in range(0, size_bytes, block):
-            buffer = memoryview(bytearray(min(block, size_bytes - begin)))
-            store.read_range(path, begin, buffer)
-            out.write(buffer)
+def _copy(store: Store, step: int, folder: Path) -> None:
+    """Every file of the step, each chunk checked before it is written."""
+    _, parts = catalog.open_step(store, "", step)
+    for file in (file for part in parts for file in part.files):
+        with (folder / Path(file.path).name).open("wb") as out:
+            for chunk in catalog.read_file(store, "", file, step):
+                out.write(chunk)
 
 
-def _row(step: catalog.CommittedStep) -> dict[str, object]:
+def _document(step: catalog.CommittedStep, state: str) -> dict[str, object]:
     return {
         "step": step.step, "run": step.run, "worldSize": step.world_size, "sizeBytes": step.size_bytes,
-        "savedTime": step.saved_time, "committedTime": step.committed_time, "damage": step.damage,
+        "savedTime": step.saved_time, "committedTime": step.committed_time, "state": state, "damage": step.damage,
     }  # fmt: skip
+
+
+def _row(step: catalog.CommittedStep, state: str) -> tuple[str, ...]:
+    if step.damage is not None:
+        damaged = "damaged" if state == "committed" else f"{state}, damaged"
+        return (str(step.step), "", "", "", "", step.run, f"{damaged}: {step.damage}")
+    lag = f"{step.committed_time - step.saved_time:.2f} s"
+    size, saved = _size(step.size_bytes), _time(step.saved_time)
+    return (str(step.step), size, str(step.world_size), saved, lag, step.run, state)
+
+
+def _of(run: str | None) -> str:
+    return f" of run {run}" if run else ""
+
+
+def _numbers(steps: Sequence[int] | set[int]) -> str:
+    return ", ".join(map(str, sorted(steps)))
 
 
 def _print_json(document: object) -> None:

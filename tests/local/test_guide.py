@@ -1,0 +1,64 @@
+"""The documents are true where a machine can tell: the manifest's fields and examples, links, files."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stepfast_operator.document import camel, decode
+from stepfast_operator.spec import FailurePolicy, Interval, TrainingSpec, parse_manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *ROOT.glob("docs/**/*.md")]
+
+
+def fields_of(kind: type, path: str = "") -> Iterator[str]:
+    """The paths of all fields of the spec, as a manifest writes them."""
+    hints = typing.get_type_hints(kind)
+    for field in fields(typing.cast("typing.Any", kind)):
+        name, inner = f"{path}{camel(field.name)}", hints[field.name]
+        if is_dataclass(inner) and inner is not Interval:
+            yield from fields_of(typing.cast("type", inner), f"{name}.")
+        else:
+            yield name
+
+
+@pytest.mark.parametrize("field", list(fields_of(TrainingSpec)))
+def test_guide_has_a_row_for_every_field_of_the_manifest(field: str) -> None:
+    assert re.search(rf"^\|[^|]*`{re.escape(field)}`[^|]*\|", GUIDE, re.MULTILINE)
+
+
+def test_manifests_in_the_guide_are_understood() -> None:
+    blocks = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)]
+    manifests = [block for block in blocks if "kind" in block]
+    policies = [block["failurePolicy"] for block in blocks if "failurePolicy" in block]
+
+    assert [parse_manifest(manifest, default_namespace="local").job.name for manifest in manifests] == ["gpt"]
+    assert [len(decode(FailurePolicy, policy, "failurePolicy").rules) for policy in policies] == [3]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text())
+
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\|.*\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)[2:])
+def test_files_that_contributors_are_sent_to_exist(row: str) -> None:
+    where = row.rsplit("|", 2)[1]
+    paths = [path for path in re.findall(r"`([^`]+)`", where) if "/" in path]
+
+    for path in paths:
+        start, brace, rest = path.partition("{")
+        names, _, end = rest.partition("}")
+        for name in names.split(",") if brace else [""]:
+            found = [f"{start}{name}{end}", f"{start}{name}{end}.py"]
+            assert any((ROOT / place).exists() for place in found), found
