@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -34,7 +35,6 @@ from stepfast.torch import Checkpointer, every
 from stepfast.torch.checkpoint import Saved
 
 JOB = JobKey(namespace="local", name="bad-storage")
-RUN = run_id("0123456789ab", 1)
 STATE_BYTES = 1 << 20
 # Short enough for tests to see many failures, long enough for a request on a busy machine.
 STALL_SECONDS = 1.0  # a save may wait for a busy machine, never for the storage
@@ -56,6 +56,7 @@ class Node:
         command: Sequence[str] = (), options: Sequence[str] = PATIENCE,
     ) -> None:  # fmt: skip
         self.storage_uri = storage_uri
+        self.run = run_id(uuid.uuid4().hex[:12], 1)
         self.folder = Path(tempfile.mkdtemp(prefix="stepfast-", dir="/tmp"))
         self.memory_dir = Path(tempfile.mkdtemp(prefix="stepfast-test-", dir="/dev/shm"))
         self.socket = str(self.folder / "agent.sock")
@@ -87,7 +88,7 @@ class Node:
         return (self.folder / "agent.log").read_text(errors="replace")
 
     def job(self) -> JobStatus:
-        found = NodeClient(self.socket).status().job(JOB, RUN)
+        found = NodeClient(self.socket).status().job(JOB, self.run)
         assert found is not None
         return found
 
@@ -122,14 +123,14 @@ class Node:
     def rank_environment(self) -> dict[str, str]:
         """The process environment of a rank on this node, but for its place among the others."""
         return {
-            **os.environ, "STEPFAST_JOB": str(JOB), "STEPFAST_RUN": RUN, "STEPFAST_SOCKET": self.socket,
+            **os.environ, "STEPFAST_JOB": str(JOB), "STEPFAST_RUN": self.run, "STEPFAST_SOCKET": self.socket,
             "STEPFAST_STORAGE_URI": self.storage_uri, "OMP_NUM_THREADS": "1",
         }  # fmt: skip
 
     def environment_of(self, *, on_busy: OnBusy = OnBusy.WAIT, max_to_keep: int = 0) -> Environment:
         """What a launcher on this node tells the only rank of the job."""
         return Environment(
-            job=JOB, run=RUN, rank=0, local_rank=0, world_size=1, local_world_size=1, node=0,
+            job=JOB, run=self.run, rank=0, local_rank=0, world_size=1, local_world_size=1, node=0,
             storage_uri=self.storage_uri, socket=self.socket, resume_step=None, memory_bytes=0, interval=None,
             persist_interval_seconds=0.0, max_to_keep=max_to_keep, on_busy=on_busy, mtbf_seconds=3600.0,
         )  # fmt: skip

@@ -104,15 +104,15 @@ def test_state_of_many_chunks_comes_back_bit_for_bit_from_memory_and_from_azure(
     assert node.job().ranks[0].restored_tier == "Persistent"
     with closing(open_store(uri)) as store:
         assert bench.verify(store) == [1, 2, 3]
-        check_rows(bench.history(store), bench, size_bytes)
+        check_rows(bench.history(store), node.run, size_bytes)
 
 
-def check_rows(rows: list[dict[str, str]], bench: Any, size_bytes: int) -> None:
+def check_rows(rows: list[dict[str, str]], run: str, size_bytes: int) -> None:
     assert [row["global_step"] for row in rows] == ["1", "2", "3"]
     times = [datetime.fromisoformat(row["saved_time"]) for row in rows]
     assert times == sorted(times)
     for row in rows:
-        assert (row["run"], row["outcome"], row["world_size"]) == (bench.RUN, "Committed", "1")
+        assert (row["run"], row["outcome"], row["world_size"]) == (run, "Committed", "1")
         assert size_bytes <= int(row["size_bytes"]) < size_bytes + (1 << 20)
         assert 0 < float(row["stall_seconds"]) < float(row["duration_seconds"])
         throughput = int(row["size_bytes"]) / 1e6 / float(row["duration_seconds"])

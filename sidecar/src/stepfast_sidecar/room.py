@@ -250,6 +250,7 @@ class Room:
 
     async def _commit(self, run: Run, step: int) -> None:
         """Until the step's manifest is there, by whomever, or nobody will complete it any more."""
+        await run.may_commit.wait()
         begin, failures, pause = time.monotonic(), 0, _COMMIT_POLL_SECONDS[0]
         while True:
             waited = time.monotonic() - begin
@@ -265,10 +266,16 @@ class Room:
                 await asyncio.sleep(self._retry_seconds(failures))
                 continue
             run.commit_failures.pop(step, None)
-            if answer["committed"]:
+            # Another run's manifest may be one that the node of rank 0 is about to mark superseded.
+            is_ours = answer["committed"] and answer["run"] == run.flow.run
+            if is_ours or (answer["committed"] and waited > self._config.commit_patience_seconds):
                 self._committed(run, step, answer)
                 return
-            if waited > self._config.commit_patience_seconds and self._is_overtaken(run, step):
+            if (
+                not answer["committed"]
+                and waited > self._config.commit_patience_seconds
+                and self._is_overtaken(run, step)
+            ):
                 log.error("%s: step %s is given up: another node never wrote its part of it", self.job, step)
                 self.carry_out(run, run.flow.give_up(step))
                 return
@@ -307,9 +314,23 @@ class Room:
     async def supersede_after(self, run: Run, step: int) -> tuple[int, ...]:
         """Rolls the job back to the step that the run goes on from; returns the superseded ones.
 
-        Raises PersisterLost, RequestFailed.
+        Nothing of the run is committed meanwhile: its steps must not meet those of another history.
         """
-        answer = await self.persister.request("supersede", step=step, run=run.flow.run)
+        failures = 0
+        run.may_commit.clear()
+        try:
+            while True:
+                try:
+                    answer = await self.persister.request("supersede", step=step, run=run.flow.run)
+                    break
+                except (PersisterLost, RequestFailed) as error:
+                    if self.persister.is_closed:
+                        raise
+                    failures += 1
+                    log.warning("%s: steps above %s are not superseded yet: %s", self.job, step, error)
+                    await asyncio.sleep(self._retry_seconds(failures))
+        finally:
+            run.may_commit.set()
         if answer["steps"]:
             log.warning("%s: steps %s are superseded: training goes on from step %s", self.job, answer["steps"], step)
         return tuple(answer["steps"])

@@ -16,6 +16,12 @@ from stepfast_sidecar.flow import RunFlow
 from stepfast_sidecar.intake import Peer
 
 
+def _open() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass(slots=True)
 class Session:
     """One rank's connection, or what remains of it."""
@@ -85,6 +91,7 @@ class Run:
     """By step, rank and name: the entry of a file that was stored window by window, for the node's part."""
     failures: int = 0
     final_step: int | None = None
+    may_commit: asyncio.Event = field(default_factory=_open)  # while steps of another history are not in its way
 
     @property
     def leads(self) -> bool:

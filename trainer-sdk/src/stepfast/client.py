@@ -184,11 +184,20 @@ class RankClient:
         message, _ = self._ask(request, Steps(id=request), timeout_seconds)
         return _expect(message, CommittedSteps).steps
 
-    def supersede_after(self, step: int, timeout_seconds: float = 120.0) -> tuple[int, ...]:
-        """Marks committed steps above this one superseded; returns those. Raises StorageError."""
+    def supersede_after(self, step: int) -> Callable[[float | None], tuple[int, ...]]:
+        """Asks for committed steps of other runs above this one to be marked superseded.
+
+        From now on the agent commits nothing of this run before that is done. What is returned waits for it, so many
+        seconds, and returns those steps; it raises StorageError.
+        """
         request = next(self._ids)
-        message, _ = self._ask(request, Supersede(id=request, step=step), timeout_seconds)
-        return _expect(message, CommittedSteps).steps
+        self._connection.send(Supersede(id=request, step=step))
+
+        def wait(timeout_seconds: float | None) -> tuple[int, ...]:
+            message, _ = self._answer(request, "Supersede", timeout_seconds)
+            return _expect(message, CommittedSteps).steps
+
+        return wait
 
     def fetch(self, path: str, *, refresh: bool = False) -> tuple[Fetched, int]:
         """An object of the job's folder as a descriptor, which the caller closes. Raises StorageError."""
@@ -211,12 +220,15 @@ class RankClient:
 
     def _ask(self, request: int, message: Message, timeout_seconds: float | None) -> tuple[Message, list[int]]:
         self._connection.send(message)
+        return self._answer(request, type(message).__name__, timeout_seconds)
+
+    def _answer(self, request: int, asked: str, timeout_seconds: float | None) -> tuple[Message, list[int]]:
         with self._arrived:
             arrived = self._arrived.wait_for(lambda: request in self._answers or self._lost, timeout_seconds)
             if request in self._answers:
                 answer, descriptors = self._answers.pop(request)
             elif not arrived:
-                raise AgentUnavailable(f"the agent did not answer {type(message).__name__} in {timeout_seconds} s")
+                raise AgentUnavailable(f"the agent did not answer {asked} in {timeout_seconds} s")
             else:
                 raise AgentUnavailable(str(self._lost)) from self._lost
         if isinstance(answer, Failure):

@@ -280,14 +280,15 @@ class Checkpointer:
         Rank 0 does it before it posts the decision to save, so before any rank's step could meet one of them: what
         comes after a rollback is another history, and I1 lets no step be of two.
         """
+        if branch_step == _SCRATCH and self._link is not None:
+            self._link.supersede_in_background(branch_step)  # most often there is nothing: nobody waits to hear that
+            self._branch_step = None
+            return True
         try:
             superseded = self._source.supersede_after(branch_step)
         except (StorageError, AgentError) as error:
-            if branch_step != _SCRATCH:
-                log.error("stepfast: nothing is saved until newer steps are marked superseded: %s", error)
-                return False
-            log.error("stepfast: whether there are steps of an earlier training is not known: %s", error)
-            superseded = ()
+            log.error("stepfast: nothing is saved until newer steps are marked superseded: %s", error)
+            return False
         if superseded:
             since = "its beginning, without restore()" if branch_step == _SCRATCH else f"step {branch_step}"
             log.warning("stepfast: training goes on from %s: steps %s are superseded", since, list(superseded))

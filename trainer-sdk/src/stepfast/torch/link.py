@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from stepfast.client import RankClient
 from stepfast.errors import AgentUnavailable, CheckpointNotFound, StepfastError, StorageUnavailable
@@ -35,6 +35,7 @@ log = logging.getLogger("stepfast")
 
 _RECONNECT_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _METRICS_SECONDS = 1.0
+_AWAY_SECONDS = 60.0
 _LASTING_SECONDS = 5.0  # a connection that ends sooner was none: the pauses before the next go on growing
 
 
@@ -130,6 +131,32 @@ class AgentLink:
         """Asks that this step be committed, whatever comes after it."""
         self._wanted.add(step)
         self.tell(Want(step=step))
+
+    def supersede_in_background(self, step: int) -> None:
+        """Marks other runs' steps above this one superseded; training goes on, and no step is committed before."""
+        try:
+            answer = self.client(0.0).supersede_after(step)
+        except AgentUnavailable:
+            answer = None
+        work = threading.Thread(target=self._supersede, args=(step, answer), name="stepfast-supersede", daemon=True)
+        work.start()
+
+    def _supersede(self, step: int, answer: Callable[[float | None], Sequence[int]] | None) -> None:
+        while not self._closed:
+            try:
+                answer = answer or self.client(_AWAY_SECONDS).supersede_after(step)
+                superseded = answer(None)
+            except AgentUnavailable:
+                answer = None  # the next agent is asked again
+            except StepfastError as error:
+                log.error("stepfast: steps of earlier runs were not marked superseded: %s", error)
+                return
+            else:
+                if superseded:
+                    log.warning(
+                        "stepfast: training began anew, without restore(): steps %s are superseded", list(superseded)
+                    )
+                return
 
     def wait_committed(self, step: int, timeout_seconds: float | None) -> float:
         """Until the step is committed; its time. Raises StorageUnavailable, CheckpointNotFound (dropped)."""

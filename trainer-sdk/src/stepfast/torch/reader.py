@@ -44,6 +44,7 @@ from stepfast.torch.sharing import Base
 from stepfast.torch.state import rebuild
 
 _AGENT_SECONDS = 60.0
+_SUPERSEDE_SECONDS = 120.0
 T = TypeVar("T")
 
 
@@ -120,7 +121,7 @@ class AgentSource:
         return self._link.client(_AGENT_SECONDS).steps()
 
     def supersede_after(self, step: int) -> Sequence[int]:
-        return self._link.client(_AGENT_SECONDS).supersede_after(step)
+        return self._link.client(_AGENT_SECONDS).supersede_after(step)(_SUPERSEDE_SECONDS)
 
     def fetch(self, path: str, *, refresh: bool) -> Found:
         fetched, descriptor = self._link.client(_AGENT_SECONDS).fetch(path, refresh=refresh)
