@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -83,11 +84,17 @@ def main() -> None:
     arguments = parser.parse_args()
     wanted = [(k, seed) for k, seed in plan(arguments.trials, arguments.first_seed) if (arguments.kind or "") in k]
     outcomes = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ThreadPoolExecutor(arguments.jobs) as threads:
-        for outcome in threads.map(lambda trial: run_trial(*trial, keep=arguments.keep), wanted):
-            outcomes.append(outcome)
-            verdict = "; ".join(outcome.violations) or "held"
-            print(f"{len(outcomes)}/{len(wanted)} {outcome.kind}, seed {outcome.seed}: {verdict}", flush=True)
+        try:
+            for outcome in threads.map(lambda trial: run_trial(*trial, keep=arguments.keep), wanted):
+                outcomes.append(outcome)
+                verdict = "; ".join(outcome.violations) or "held"
+                print(f"{len(outcomes)}/{len(wanted)} {outcome.kind}, seed {outcome.seed}: {verdict}", flush=True)
+        except KeyboardInterrupt:
+            print("interrupted: the trials under way are ended in order", flush=True)
+            threads.shutdown(cancel_futures=True)
+            sys.exit(130)
     text = report(outcomes)
     print(text)
     if arguments.report:
