@@ -6,7 +6,7 @@ It passes the contract suite of the real ones. Time passes only by `advance`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stepfast.errors import AgentUnavailable, StorageUnavailable
@@ -27,6 +27,7 @@ from stepfast_operator.record import Cause, Status
 from stepfast_operator.spec import TrainingSpec
 
 STEP_BYTES = 1000
+AS_PLANNED = -1
 
 
 @dataclass
@@ -74,8 +75,9 @@ class FakeBackend:
         """The gang that was launched last."""
         return self.gangs[self.launches[-1].run]
 
-    def join(self) -> None:
-        """Every rank says hello."""
+    def join(self, restored_step: int | None = AS_PLANNED, tier: str = "Persistent") -> None:
+        """Every rank says hello, and what it restored; with None it never restores."""
+        restored = self.launches[-1].resume_step if restored_step == AS_PLANNED else restored_step
         for rank in range(self.world_size):
             self.gang.ranks[rank] = RankStatus(
                 rank=rank,
@@ -83,14 +85,16 @@ class FakeBackend:
                 alive=True,
                 clean=False,
                 joined_time=self.now,
-                restored_time=self.now,
+                restored_step=restored,
+                restored_time=self.now if restored is not None else None,
+                restored_tier=None if restored is None else tier if restored else "None",
             )
 
-    def make_step(self, step: int) -> None:
+    def make_step(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Every living rank reports that step."""
         for rank, status in self.gang.ranks.items():
             if status.alive:
-                self.gang.ranks[rank] = replace(status, global_step=step, step_time=self.now)
+                self.gang.ranks[rank] = replace(status, global_step=step, step_time=self.now, metrics=metrics)
 
     def stage(self, step: int) -> None:
         self.staged.setdefault(self.gang.run, []).append(step)
