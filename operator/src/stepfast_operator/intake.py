@@ -30,6 +30,8 @@ _NO_TIER = "None"  # a rank's word for having restored nothing
 def take_in(observed: Observed) -> Status:
     """The status with all that the agents and the gang tell; without what a decision records."""
     status = observed.status
+    if observed.storage_error is not None or observed.committed is not None:
+        status = replace(status, checkpoint=replace(status.checkpoint, storage_error=observed.storage_error))
     current = status.current
     if current is None:
         return replace(status, nodes=Nodes(desired=observed.spec.trainer.num_nodes))
@@ -43,7 +45,7 @@ def take_in(observed: Observed) -> Status:
         current=current,
         nodes=_nodes(observed, current),
         trainer_status=_trainer(status.trainer_status, current, ranks),
-        checkpoint=_checkpoint(observed, current, reports, ranks),
+        checkpoint=_checkpoint(observed, status.checkpoint, current, reports, ranks),
     )
     if restart.has_progress(status, status.checkpoint.latest_persisted_step):
         status = replace(status, restarts_without_progress=0)
@@ -138,9 +140,13 @@ def _metrics(rank: RankStatus | None) -> tuple[Metric, ...]:
 
 
 def _checkpoint(
-    observed: Observed, current: Attempt, reports: Sequence[JobStatus], ranks: Sequence[RankStatus]
+    observed: Observed,
+    before: CheckpointStatus,
+    current: Attempt,
+    reports: Sequence[JobStatus],
+    ranks: Sequence[RankStatus],
 ) -> CheckpointStatus:
-    checkpoint = _committed(observed, observed.status.checkpoint)
+    checkpoint = _committed(observed, before)
     if not reports:
         return checkpoint
     in_memory = [report.latest_memory_step for report in reports if report.latest_memory_step is not None]

@@ -122,6 +122,7 @@ class CheckpointStatus:
     persist_lag_steps: int | None = None
     persist_lag_seconds: float | None = None
     persist_error: str | None = None
+    storage_error: str | None = None  # why the committed steps cannot be read
     restored_step: int | None = None
     restored_tier: str | None = None
     pending_bytes: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from stepfast.errors import AgentUnavailable, StorageUnavailable
+from stepfast.errors import AgentUnavailable, StorageForbidden, StorageUnavailable
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast.step import JobKey
 from stepfast_operator.actions import LaunchGang, StopMode
@@ -55,6 +55,7 @@ class FakeBackend:
         self.command: str | None = None
         self.agent = AgentState.GONE
         self.is_storage_down = False
+        self.is_storage_forbidden = False
         self.gangs: dict[str, FakeGang] = {}
         self.steps: dict[int, float] = {}  # committed step: when
         self.staged: dict[str, list[int]] = {}  # by run: staged, not yet persisted
@@ -210,6 +211,8 @@ class FakeBackend:
         self.saved = status
 
     def _check_storage(self) -> None:
+        if self.is_storage_forbidden:
+            raise StorageForbidden("memory://fake refuses\nRequestId: 1")
         if self.is_storage_down:
             raise StorageUnavailable("memory://fake is down")
 

@@ -24,8 +24,9 @@ def tell(seen: Pass) -> list[str]:
     error = after.checkpoint.persist_error
     if error != before.checkpoint.persist_error:
         lines.append(f"persisting fails: {error}" if error is not None else "persisting works again")
-    if seen.observed.storage_error is not None and before == after:
-        lines.append(f"the storage does not answer: {seen.observed.storage_error}")
+    error = after.checkpoint.storage_error
+    if error != before.checkpoint.storage_error and not after.is_terminal:
+        lines.append(f"waiting for the storage: {error}" if error is not None else "the storage answers again")
     if after.terminal_state is not None and before.terminal_state is None:
         lines.append(_ended(after))
     return lines
