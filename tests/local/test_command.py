@@ -16,7 +16,7 @@ from stepfast_operator.local.session import Outcome, Surroundings, View, exit_co
 from stepfast_operator.local.view import panel
 from stepfast_operator.names import job_name_of
 from stepfast_operator.record import Cause, LastFailure, Recovery, State, Status
-from stepfast_operator.spec import Interval, ResumePolicy, TrainingJob
+from stepfast_operator.spec import API_VERSION, KIND, Interval, ResumePolicy, TrainingJob
 
 
 class Run:
@@ -28,6 +28,9 @@ class Run:
         self.folder = folder
         monkeypatch.setattr(command, "run_session", self._session)
         monkeypatch.chdir(folder)
+        for script in ("train.py", "t.py", "dir/Train_GPT.py"):
+            (folder / script).parent.mkdir(exist_ok=True)
+            (folder / script).touch()
         self.app = typer.Typer()
         self.app.callback()(lambda: None)
         command.register(self.app)
@@ -105,9 +108,32 @@ spec:
         pytest.param(["--env", "A", "t.py"], "'A' is not K=V", id="env"),
         pytest.param(["--memory", "1GB", "t.py"], "spec.checkpoint.memory.sizeLimit", id="memory"),
         pytest.param(["--name", "No Good", "t.py"], "metadata.name", id="name"),
+        pytest.param(["nothere.py"], "nothere.py: there is no such script", id="script"),
+        pytest.param(
+            ["python3", "t.py"],
+            "python3 is started for you: name the script alone, as in stepfast run t.py",
+            id="python",
+        ),
+        pytest.param(["-f", "nodir.yaml"], "spec.trainer.workingDir: 'nodir' is no folder", id="working-dir"),
+        pytest.param(["-f", "moved.yaml"], "gone.py: there is no such script in dir", id="script-in-working-dir"),
+        pytest.param(["--summary", "t.py/s.json", "t.py"], "--summary: t.py/s.json cannot be written", id="summary"),
+        pytest.param(["--summary", "dir", "t.py"], "--summary: dir cannot be written", id="summary-folder"),
+        pytest.param(["--memory", "1000", "t.py"], "at least 8392704 (9Mi)", id="memory-of-a-rank"),
+        pytest.param(
+            ["--memory", "9Mi", "--nnodes", "2", "t.py"],
+            "2 ranks need at least 16785408 (17Mi)",
+            id="memory-of-all-ranks",
+        ),
+        pytest.param(["--resume-policy", "Step", "t.py"], "--resume-from-step", id="step"),
     ],
 )
 def test_usage_errors_name_what_is_wrong_and_exit_with_2(run: Run, arguments: list[str], said: str) -> None:
+    for name, trainer in (
+        ("nodir", {"command": ["torchrun", "t.py"], "workingDir": "nodir"}),
+        ("moved", {"command": ["torchrun"], "args": ["--tee", "3", "gone.py"], "workingDir": "dir"}),
+    ):
+        document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "x"}, "spec": {"trainer": trainer}}
+        Path(f"{name}.yaml").write_text(json.dumps(document))
     result = run(*arguments)
     assert result.exit_code == 2
     assert said in result.output
@@ -160,6 +186,21 @@ def test_summary_file_is_the_status_as_the_api_shows_it(run: Run, tmp_path: Path
     assert (summary["checkpoint"]["saves"]["count"], summary["goodputRatio"]) == (0, 0.9)
     assert "RankFailed (rank 1)" in result.output
     assert "0.50 s" in result.output
+
+
+def test_summary_that_cannot_be_written_in_the_end_is_said_and_leaves_the_exit_status(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = run._session
+
+    async def spoil(*arguments: Any) -> Outcome:
+        (tmp_path / "s.json").mkdir()
+        return await session(*arguments)
+
+    monkeypatch.setattr(command, "run_session", spoil)
+    result = run("--summary", "s.json", "t.py")
+    assert result.exit_code == 0
+    assert "s.json cannot be written" in result.output
 
 
 def test_live_panel_shows_the_job_at_a_glance() -> None:

@@ -22,6 +22,7 @@ from stepfast_operator.spec import (
     parse_quantity,
     settings_text,
 )
+from stepfast_operator.torchrunoptions import script_of
 
 
 def parse(**spec: Any) -> TrainingJob:
@@ -135,6 +136,12 @@ def test_defaults_are_those_of_the_api() -> None:
             "spec.checkpoint.memory.sizeLimit",
             "64Gi",
             id="quantity",
+        ),
+        pytest.param(
+            {"trainer": {"command": ["x"], "numProcPerNode": 2}, "checkpoint": {"memory": {"sizeLimit": "9Mi"}}},
+            "spec.checkpoint.memory.sizeLimit",
+            "2 ranks need at least",
+            id="memory",
         ),
         pytest.param({"trainer": {}}, "spec.trainer.command", "required", id="no-command"),
         pytest.param(
@@ -299,3 +306,22 @@ def test_settings_for_the_sdk() -> None:
         "node": 3,
         "ranksPerAgent": 4,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        (["torchrun", "train.py", "--nnodes"], "train.py"),
+        (["torchrun", "--", "train.py", "x.py"], "train.py"),
+        (["torchrun", "--tee", "3", "--log-dir=logs", "-r3", "train.py"], "train.py"),
+        (["torchrun", "-m", "pkg"], None),
+        (["torchrun", "--tee", "3"], None),
+        (["torchrun", "--no-python", "echo"], None),
+        (["python3", "-m", "torch.distributed.run", "train.py"], "train.py"),
+        (["python", "-W", "error", "train.py"], "train.py"),
+        (["python", "-m", "pkg"], None),
+        (["./train.sh", "x.py"], None),
+    ],
+)
+def test_script_is_found_in_the_command(words: list[str], script: str | None) -> None:
+    assert script_of(words[:1], words[1:]) == script

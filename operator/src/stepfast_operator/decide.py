@@ -117,6 +117,10 @@ def _deadline_failed(observed: Observed) -> MarkFailed:
 
 def _without_storage(observed: Observed, error: str) -> Decision:
     status = observed.status
+    if observed.is_storage_forbidden and status.attempt == 0:
+        # Nothing was trained that waiting could save, and whoever can mend it has just typed the command.
+        failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=error)
+        return _decision("the storage refuses", failed)
     ended = status.current.ended_time if status.current is not None else None
     since = ended if ended is not None else status.start_time
     if since is not None and observed.now - _since(observed, since) >= observed.spec.startup_deadline_seconds:

@@ -13,6 +13,7 @@ from stepfast_operator.policies import deadline, restart
 from stepfast_operator.record import (
     Attempt,
     CheckpointStatus,
+    Metric,
     Nodes,
     Recovery,
     SavesStatus,
@@ -23,28 +24,32 @@ from stepfast_operator.record import (
 # A script that has not joined by then is taken to be one that never uses the SDK: it runs as well as can be
 # told.
 READY_WITHOUT_SDK_SECONDS = 30.0
+_NO_TIER = "None"  # a rank's word for having restored nothing
 
 
 def take_in(observed: Observed) -> Status:
     """The status with all that the agents and the gang tell; without what a decision records."""
     status = observed.status
+    if observed.storage_error is not None or observed.committed is not None:
+        status = replace(status, checkpoint=replace(status.checkpoint, storage_error=observed.storage_error))
     current = status.current
     if current is None:
         return replace(status, nodes=Nodes(desired=observed.spec.trainer.num_nodes))
     reports = observed.reports_of(current.run)
     ranks = [rank for report in reports for rank in report.ranks]
     if current.ended_time is None:
-        current = _attempt(observed, current, ranks)
+        planned, current = current, _attempt(observed, current, ranks)
+        status = _count_really_restored(status, current, planned)
     status = replace(
         status,
         current=current,
         nodes=_nodes(observed, current),
         trainer_status=_trainer(status.trainer_status, current, ranks),
-        checkpoint=_checkpoint(observed, current, reports, ranks),
+        checkpoint=_checkpoint(observed, status.checkpoint, current, reports, ranks),
     )
     if restart.has_progress(status, status.checkpoint.latest_persisted_step):
         status = replace(status, restarts_without_progress=0)
-    return replace(status, recoveries=_recoveries(status.recoveries, current, observed.gang))
+    return replace(status, recoveries=_recoveries(status.recoveries, current, status.checkpoint, observed.gang))
 
 
 def _attempt(observed: Observed, attempt: Attempt, ranks: Sequence[RankStatus]) -> Attempt:
@@ -58,10 +63,28 @@ def _attempt(observed: Observed, attempt: Attempt, ranks: Sequence[RankStatus]) 
     restored = [rank.restored_time for rank in ranks if rank.restored_time is not None]
     if attempt.restored_time is None and are_all_here and len(restored) >= world_size:
         attempt = replace(attempt, restored_time=max(restored))
+    if attempt.first_step_time is None:
+        attempt = replace(attempt, restored_step=_restored_step(attempt, ranks))
     stepped = [(rank.global_step, rank.step_time) for rank in ranks if rank.global_step is not None]
-    new = [(step, time or observed.now) for step, time in stepped if step > attempt.resume_step]
-    if not new:
-        return attempt
+    new = [(step, time or observed.now) for step, time in stepped if step > attempt.start_step]
+    return _advance(attempt, new, observed.now, are_all=are_all_here and len(new) >= world_size) if new else attempt
+
+
+def _restored_step(attempt: Attempt, ranks: Sequence[RankStatus]) -> int | None:
+    """The step that the ranks really restored; 0: none, as also when one trains and never told of a restore.
+
+    An agent that restarted knows nothing of what was restored before: its ranks have joined anew.
+    """
+    told = [rank.restored_step for rank in ranks if rank.restored_step is not None]
+    if told:
+        return min(told)
+    ready = attempt.pods_ready_time
+    trains = any(rank.global_step is not None and ready is not None and rank.joined_time <= ready for rank in ranks)
+    return 0 if trains and attempt.restored_step is None else attempt.restored_step
+
+
+def _advance(attempt: Attempt, new: Sequence[tuple[int, float]], now: float, *, are_all: bool) -> Attempt:
+    """Takes in new steps and when they were made; `are_all`: every rank has made one."""
     newest, newest_time = max(new)
     if attempt.first_step_time is None:
         first = min(new)
@@ -69,8 +92,8 @@ def _attempt(observed: Observed, attempt: Attempt, ranks: Sequence[RankStatus]) 
     if attempt.newest_step is None or newest > attempt.newest_step:
         attempt = replace(attempt, newest_step=newest, newest_step_time=newest_time)
     slowest = min(step for step, _ in new)
-    if are_all_here and len(new) >= world_size and slowest > (attempt.steady_step or 0):
-        attempt = replace(attempt, steady_step=slowest, steady_step_time=observed.now, hang_notified_time=None)
+    if are_all and slowest > (attempt.steady_step or 0):
+        attempt = replace(attempt, steady_step=slowest, steady_step_time=now, hang_notified_time=None)
     return attempt
 
 
@@ -97,7 +120,7 @@ def _nodes(observed: Observed, current: Attempt) -> Nodes:
 
 def _trainer(before: TrainerStatus, current: Attempt, ranks: Sequence[RankStatus]) -> TrainerStatus:
     if current.newest_step is None:
-        return before
+        return before if current.restored_step is None else replace(before, global_step=current.restored_step or None)
     first = min(ranks, key=lambda rank: rank.rank, default=None)
     speed = before.steps_per_second
     if current.first_step is not None and current.newest_step > current.first_step:
@@ -106,42 +129,64 @@ def _trainer(before: TrainerStatus, current: Attempt, ranks: Sequence[RankStatus
     return TrainerStatus(
         global_step=current.newest_step,
         steps_per_second=speed,
-        metrics=dict(first.metrics) if first is not None and first.metrics else before.metrics,
+        metrics=_metrics(first) or before.metrics,
         last_updated_time=current.newest_step_time,
     )
 
 
+def _metrics(rank: RankStatus | None) -> tuple[Metric, ...]:
+    told = rank.metrics if rank is not None else None
+    return tuple(Metric(name=name, value=value) for name, value in (told or {}).items())
+
+
 def _checkpoint(
-    observed: Observed, current: Attempt, reports: Sequence[JobStatus], ranks: Sequence[RankStatus]
+    observed: Observed,
+    before: CheckpointStatus,
+    current: Attempt,
+    reports: Sequence[JobStatus],
+    ranks: Sequence[RankStatus],
 ) -> CheckpointStatus:
-    checkpoint = _committed(observed, observed.status.checkpoint)
+    checkpoint = _committed(observed, before)
     if not reports:
         return checkpoint
     in_memory = [report.latest_memory_step for report in reports if report.latest_memory_step is not None]
-    known = [report for report in reports if report.latest_persisted_step is not None]
-    if known:
-        last = max(known, key=lambda report: report.latest_persisted_step or 0)
-        if (last.latest_persisted_step or 0) >= (checkpoint.latest_persisted_step or 0):
-            checkpoint = replace(
-                checkpoint,
-                latest_persisted_step=last.latest_persisted_step,
-                latest_persisted_time=last.latest_persisted_time or checkpoint.latest_persisted_time,
-                latest_persisted_uri=observed.storage_uri or None,
-                size_bytes=last.latest_persisted_bytes or checkpoint.size_bytes,
-            )
-    tiers = {rank.restored_tier for rank in ranks if rank.restored_tier is not None}
-    restored = [rank.restored_step for rank in ranks if rank.restored_step]
+    checkpoint = _persisted(observed, checkpoint, current, reports)
+    tiers = {rank.restored_tier or _NO_TIER for rank in ranks} - {_NO_TIER}
     checkpoint = replace(
         checkpoint,
         latest_memory_step=min(in_memory, default=checkpoint.latest_memory_step),
         persist_error=next((report.persist_error for report in reports if report.persist_error), None),
         pending_bytes=sum(report.pending_bytes for report in reports),
         saves=_saves(checkpoint, [report.saves for report in reports]),
-        restored_step=max(restored, default=checkpoint.restored_step),
+        restored_step=current.restored_step or None,
         # One rank that had to read from the storage makes it the storage's restore.
         restored_tier=max(tiers, default=checkpoint.restored_tier),
     )
     return _lag(checkpoint, current)
+
+
+def _persisted(
+    observed: Observed, checkpoint: CheckpointStatus, current: Attempt, reports: Sequence[JobStatus]
+) -> CheckpointStatus:
+    """What the agents know to be committed. It only grows, unless the ranks went back themselves: what they commit
+    then takes the place of the steps that they could not restore.
+    """
+    known = [report for report in reports if report.latest_persisted_step is not None]
+    if not known:
+        return checkpoint
+    last = max(known, key=lambda report: report.latest_persisted_step or 0)
+    is_older = (last.latest_persisted_step or 0) < (checkpoint.latest_persisted_step or 0)
+    went_back = current.restored_time is not None and current.start_step < current.resume_step
+    is_later = (last.latest_persisted_time or 0.0) > (checkpoint.latest_persisted_time or 0.0)
+    if is_older and not (went_back and is_later):
+        return checkpoint
+    return replace(
+        checkpoint,
+        latest_persisted_step=last.latest_persisted_step,
+        latest_persisted_time=last.latest_persisted_time or checkpoint.latest_persisted_time,
+        latest_persisted_uri=observed.storage_uri or None,
+        size_bytes=last.latest_persisted_bytes or checkpoint.size_bytes,
+    )
 
 
 def _committed(observed: Observed, checkpoint: CheckpointStatus) -> CheckpointStatus:
@@ -159,12 +204,12 @@ def _committed(observed: Observed, checkpoint: CheckpointStatus) -> CheckpointSt
 
 
 def _lag(checkpoint: CheckpointStatus, current: Attempt) -> CheckpointStatus:
-    newest, newest_time = current.newest_step, current.newest_step_time
-    if newest is None or newest_time is None:
+    """How much training is not persisted: steps, and the time that they took, at this attempt's speed."""
+    newest = current.newest_step
+    if newest is None:
         return checkpoint
     behind = max(0, newest - (checkpoint.latest_persisted_step or 0))
-    since = checkpoint.latest_persisted_time
-    seconds = round(max(0.0, newest_time - since), 3) if since is not None and behind else 0.0
+    seconds = round(behind * current.step_seconds, 3) if current.step_seconds > 0 or behind == 0 else None
     return replace(checkpoint, persist_lag_steps=behind, persist_lag_seconds=seconds)
 
 
@@ -189,7 +234,26 @@ def _saves(checkpoint: CheckpointStatus, reported: Sequence[SaveStatus]) -> Save
     )
 
 
-def _recoveries(recoveries: tuple[Recovery, ...], current: Attempt, gang: Gang | None) -> tuple[Recovery, ...]:
+def _count_really_restored(status: Status, current: Attempt, planned: Attempt) -> Status:
+    """Counts anew what was lost, once it is known that the ranks went on from another step than `planned`."""
+    if current.start_step == planned.start_step:
+        return status
+    more = current.steps_lost - planned.steps_lost
+    recoveries = status.recoveries
+    if recoveries and recoveries[-1].attempt + 1 == current.attempt:
+        last = replace(recoveries[-1], resumed_from_step=current.start_step, steps_lost=current.steps_lost)
+        recoveries = (*recoveries[:-1], last)
+    return replace(
+        status,
+        recoveries=recoveries,
+        steps_lost=max(0, status.steps_lost + more),
+        productive_seconds=max(0.0, status.productive_seconds - more * current.step_seconds_before),
+    )
+
+
+def _recoveries(
+    recoveries: tuple[Recovery, ...], current: Attempt, checkpoint: CheckpointStatus, gang: Gang | None
+) -> tuple[Recovery, ...]:
     """Fills in the recovery that the current attempt completes, as its times become known."""
     if not recoveries or recoveries[-1].attempt + 1 != current.attempt or recoveries[-1].duration_seconds is not None:
         return recoveries
@@ -200,6 +264,7 @@ def _recoveries(recoveries: tuple[Recovery, ...], current: Attempt, gang: Gang |
         launched_time=gang.launched_time if gang is not None and gang.run == current.run else last.launched_time,
         pods_ready_time=current.pods_ready_time,
         restored_time=current.restored_time,
+        restored_tier=checkpoint.restored_tier,
         resumed_time=resumed,
         duration_seconds=round(max(0.0, resumed - last.failure_time), 6) if resumed is not None else None,
     )

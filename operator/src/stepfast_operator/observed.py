@@ -97,7 +97,8 @@ class Observed:
     job that still have a living process or pod. `reports` are the agents' views of this job's runs.
     `began_time` is when this operator (this `stepfast run`) began to look: what was due before it nobody could do.
     `command` names the command that asks for `resumeFromStep`, unlike any before it; None when the manifest does.
-    `committed` is None until a decision asked to read it; `storage_error` says why reading failed.
+    `committed` is None until a decision asked to read it; `storage_error` says in a line why reading failed, and
+    `is_storage_forbidden` that waiting will not mend it.
     """
 
     now: float
@@ -113,6 +114,7 @@ class Observed:
     dead_ranks: Sequence[DeadRank] = ()
     committed: Sequence[Committed] | None = None
     storage_error: str | None = None
+    is_storage_forbidden: bool = False
     began_time: float = 0.0
     command: str | None = None
     storage_uri: str = ""

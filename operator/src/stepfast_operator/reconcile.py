@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from stepfast.errors import AgentUnavailable, StorageError
+from stepfast.errors import AgentUnavailable, StorageError, StorageForbidden
 from stepfast_operator.actions import (
     Decision,
     Effect,
@@ -57,7 +57,7 @@ async def reconcile(backend: Backend, status: Status) -> Pass:
         decision = Decision(actions=(RequeueAfter(seconds=0.1),), why="the agent went away")
     except StorageError as error:
         # Rolling back failed: nothing is planned on top of it, and the next pass tries again.
-        observed = replace(observed, storage_error=str(error))
+        observed = _without_storage(observed, error)
         decision = decide(observed)
     after = next_status(observed, decision)
     if after != status:
@@ -69,7 +69,17 @@ async def _with_steps(backend: Backend, observed: Observed) -> Observed:
     try:
         return replace(observed, committed=tuple(await backend.read_steps()))
     except StorageError as error:
-        return replace(observed, storage_error=f"{type(error).__name__}: {error}")
+        return _without_storage(observed, error)
+
+
+def _without_storage(observed: Observed, error: StorageError) -> Observed:
+    first_line = str(error).strip().partition("\n")[0].rstrip()
+    return replace(
+        observed,
+        committed=None,
+        storage_error=f"{type(error).__name__}: {first_line}",
+        is_storage_forbidden=isinstance(error, StorageForbidden),
+    )
 
 
 async def _apply(backend: Backend, decision: Decision) -> None:

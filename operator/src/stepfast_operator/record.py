@@ -6,7 +6,6 @@ the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -87,10 +86,16 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStatus:
     global_step: int | None = None
     steps_per_second: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: tuple[Metric, ...] = ()
     last_updated_time: float | None = None
 
 
@@ -117,6 +122,7 @@ class CheckpointStatus:
     persist_lag_steps: int | None = None
     persist_lag_seconds: float | None = None
     persist_error: str | None = None
+    storage_error: str | None = None  # why the committed steps cannot be read
     restored_step: int | None = None
     restored_tier: str | None = None
     pending_bytes: int = 0
@@ -168,8 +174,11 @@ class Attempt:
     run: str
     resume_step: int  # 0: from scratch
     planned_time: float
+    step_before: int | None = None  # where training stood when it was planned
+    step_seconds_before: float = 0.0  # how long a step took in the attempt before it
     pods_ready_time: float | None = None
-    restored_time: float | None = None
+    restored_time: float | None = None  # when the last rank had restored
+    restored_step: int | None = None  # that the ranks really restored; 0: none; None: not known yet
     first_step: int | None = None  # the first new step that was seen
     first_step_time: float | None = None
     newest_step: int | None = None  # highest step that any rank reported
@@ -187,6 +196,32 @@ class Attempt:
     verdict: Verdict | None = None
     fail_reason: FailedReason | None = None
     fail_message: str = ""
+
+    @property
+    def start_step(self) -> int:
+        """The step that training went on from: the planned one until it is known what was restored."""
+        return self.resume_step if self.restored_step is None else self.restored_step
+
+    @property
+    def steps_lost(self) -> int:
+        """How far training went back when this attempt began."""
+        return max(0, (self.step_before or 0) - self.start_step)
+
+    @property
+    def trained_seconds(self) -> float:
+        """How long it made steps: from when it was restored to its newest step."""
+        ready = self.restored_time if self.restored_time is not None else self.pods_ready_time
+        # An agent that is busy hears of a restore late, and of a step with the time when it was made.
+        begin = min((time for time in (ready, self.first_step_time) if time is not None), default=None)
+        if begin is None or self.newest_step_time is None:
+            return 0.0
+        return max(0.0, self.newest_step_time - begin)
+
+    @property
+    def step_seconds(self) -> float:
+        """How long a step took on average; 0 while nothing tells."""
+        steps = (self.newest_step or 0) - self.start_step
+        return self.trained_seconds / steps if steps > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

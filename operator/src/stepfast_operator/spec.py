@@ -15,6 +15,8 @@ from enum import StrEnum
 from typing import Any
 
 from stepfast.errors import SpecError
+from stepfast.layout import CHUNK_BYTES
+from stepfast.slot import CONTROL_BYTES
 from stepfast.step import JobKey, OnBusy
 from stepfast_operator.document import JSON, decode
 from stepfast_operator.torchrunoptions import check_command, check_environment
@@ -73,6 +75,14 @@ def parse_quantity(value: JSON, path: str) -> int:
     if match is None or match.group(2) == "m":
         raise SpecError(path, f"{value!r} is no size: write bytes, or as in 64Gi or 500M")
     return int(float(match.group(1)) * _FACTORS[match.group(2)])
+
+
+def check_memory(size_bytes: int, ranks: int, path: str) -> None:
+    """Raises SpecError when so much memory is too little for that many ranks: each needs room for one chunk."""
+    least = ranks * (CHUNK_BYTES + CONTROL_BYTES)
+    if size_bytes < least:
+        share = "a rank needs" if ranks == 1 else f"{ranks} ranks need"
+        raise SpecError(path, f"{size_bytes} bytes are too little: {share} at least {least} ({-(-least // 2**20)}Mi)")
 
 
 def parse_processes(value: JSON, path: str) -> int | None:
@@ -223,10 +233,14 @@ class TrainingSpec:
         check_command(self.trainer.command, self.trainer.args)
         check_environment(self.trainer.env)
         checkpoint = self.checkpoint
+        if checkpoint.memory.size_limit is not None:
+            ranks = self.trainer.num_proc_per_node or 1
+            check_memory(checkpoint.memory.size_limit, ranks, "spec.checkpoint.memory.sizeLimit")
         if (checkpoint.resume_policy is ResumePolicy.STEP) != (checkpoint.resume_from_step is not None):
             raise SpecError(
                 "spec.checkpoint.resumeFromStep",
-                "goes with resumePolicy: Step, and resumePolicy: Step with it",
+                "goes with resumePolicy: Step, and resumePolicy: Step with it; on the command line "
+                "--resume-from-step says both",
             )
 
 

@@ -49,6 +49,14 @@ from stepfast_operator.record import (
     TrainerStatus,
     Verdict,
 )
+from stepfast_operator.spec import RuleAction
+
+# What the API calls what follows a failure.
+_ACTIONS = {
+    Verdict.RESTART: RuleAction.RESTART_JOB,
+    Verdict.RESTART_UNCOUNTED: RuleAction.RESTART_IGNORING_MAX,
+    Verdict.FAIL: RuleAction.FAIL_JOB,
+}
 
 
 def next_status(observed: Observed, decision: Decision) -> Status:
@@ -150,7 +158,7 @@ def _end(status: Status, record: EndAttempt, now: float) -> Status:
         failure_time=failure.time,
         reason=failure.cause,
         rule=record.rule,
-        action=str(record.verdict),
+        action=_ACTIONS.get(record.verdict),
         node=failure.node,
         rank=failure.rank,
         exit_code=failure.exit_code,
@@ -174,8 +182,16 @@ def _end(status: Status, record: EndAttempt, now: float) -> Status:
 
 def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
     """The next attempt; the one before it is settled: what it lost and what it was good for."""
-    status = _settle(status, plan)
-    attempt = Attempt(attempt=plan.attempt, run=plan.run, resume_step=plan.resume_step, planned_time=now)
+    ended = status.current
+    attempt = Attempt(
+        attempt=plan.attempt,
+        run=plan.run,
+        resume_step=plan.resume_step,
+        planned_time=now,
+        step_before=plan.resume_step if ended is None else _newest_of(ended),
+        step_seconds_before=0.0 if ended is None else ended.step_seconds,
+    )
+    status = _settle(status, attempt)
     is_restart = plan.after not in (None, Cause.SUSPENDED)
     trainer = TrainerStatus(global_step=plan.resume_step or None)
     checkpoint = status.checkpoint
@@ -207,36 +223,30 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
     )
 
 
-def _settle(status: Status, plan: PlanAttempt) -> Status:
+def _newest_of(attempt: Attempt) -> int:
+    return attempt.start_step if attempt.newest_step is None else attempt.newest_step
+
+
+def _settle(status: Status, following: Attempt) -> Status:
+    """The attempt before the following one is over: what it lost, and how long it trained for what is kept."""
     ended = status.current
     if ended is None:
         return status
-    newest = ended.newest_step
-    lost = max(0, newest - plan.resume_step) if newest is not None else 0
+    lost = following.steps_lost
     recoveries = status.recoveries
     if recoveries and recoveries[-1].attempt == ended.attempt:
         last = recoveries[-1]
         last = replace(
-            last, flushed_time=ended.flushed_time, resumed_from_step=plan.resume_step, steps_lost=lost
+            last, flushed_time=ended.flushed_time, resumed_from_step=following.resume_step, steps_lost=lost
         )  # fmt: skip
         recoveries = (*recoveries[:-1], last)
-    trained = trained_seconds(ended)
-    steps = (newest or 0) - ended.resume_step
-    kept = trained * max(0.0, 1.0 - lost / steps) if steps > 0 else 0.0
+    productive = status.productive_seconds + ended.trained_seconds - lost * ended.step_seconds
     return replace(
         status,
         recoveries=recoveries,
         steps_lost=status.steps_lost + lost,
-        productive_seconds=status.productive_seconds + kept,
+        productive_seconds=max(0.0, productive),
     )
-
-
-def trained_seconds(attempt: Attempt) -> float:
-    """How long the attempt made steps: from when it was restored to its newest step."""
-    begin = attempt.restored_time or attempt.pods_ready_time or attempt.first_step_time
-    if begin is None or attempt.newest_step_time is None:
-        return 0.0
-    return max(0.0, attempt.newest_step_time - begin)
 
 
 def _close_stretch(status: Status, now: float) -> Status:
@@ -262,7 +272,7 @@ def _finish(status: Status, now: float) -> Status:
     """
     current = status.current
     active = status.earlier_seconds + (now - status.start_time if status.start_time is not None else 0.0)
-    kept = status.productive_seconds + (trained_seconds(current) if current is not None else 0.0)
+    kept = status.productive_seconds + (current.trained_seconds if current is not None else 0.0)
     kept = max(0.0, kept - status.checkpoint.saves.stall_seconds_total)
     has_steps = status.trainer_status.global_step is not None
     ratio = round(min(1.0, kept / active), 4) if active > 0 and has_steps else None

@@ -52,6 +52,39 @@ def check_environment(env: Sequence[tuple[str, str]]) -> None:
             raise SpecError("spec.trainer.env", f"{name} is Stepfast's own; {_OURS[variables[name]]}")
 
 
+def script_of(command: Sequence[str], args: Sequence[str]) -> str | None:
+    """The Python script that the gang runs; None when it runs none, or nobody can tell. Pure."""
+    words = [*command, *args]
+    program = words[0].rpartition("/")[2] if words else ""
+    begin = _first_option(words)
+    if program != "torchrun" and begin == len(words):
+        return _python_script(words) if program.startswith("python") else None
+    options = list(_options(words, begin))
+    if any(_runs_no_script(words[index]) for index in options):
+        return None
+    index = begin
+    if options:
+        last = options[-1]
+        index = last + (1 if _is_alone(words[last]) else 2)
+    if index < len(words) and words[index] == "--":
+        index += 1
+    return words[index] if index < len(words) else None
+
+
+def _python_script(words: Sequence[str]) -> str | None:
+    index = 1
+    while index < len(words) and words[index].startswith("-"):
+        if words[index] in ("-m", "-c", "-"):
+            return None
+        index += 2 if words[index] in _PYTHON_OPTIONS_WITH_VALUE else 1
+    return words[index] if index < len(words) else None
+
+
+def _runs_no_script(option: str) -> bool:
+    """Whether torchrun then takes the word behind its options for something else than a script."""
+    return option in _SHORT_FLAGS or _is_flag(option.lstrip("-").replace("_", "-"))
+
+
 def _first_option(words: Sequence[str]) -> int:
     """Where torchrun's words begin; behind all words when the program is another."""
     program = words[0].rpartition("/")[2] if words else ""
@@ -71,11 +104,14 @@ def _options(words: Sequence[str], begin: int) -> Iterator[int]:
     index = begin
     while index < len(words) and words[index].startswith("-") and words[index] != "--":
         yield index
-        word = words[index]
-        name = word.lstrip("-").replace("_", "-")
-        is_alone = "=" in word or word in _SHORT_FLAGS or (word.startswith("--") and _is_flag(name))
-        is_joined = not word.startswith("--") and len(word) > 2  # as in -r3
-        index += 1 if is_alone or is_joined else 2
+        index += 1 if _is_alone(words[index]) else 2
+
+
+def _is_alone(word: str) -> bool:
+    """Whether the word behind this option is no value of it."""
+    name = word.lstrip("-").replace("_", "-")
+    is_joined = not word.startswith("--") and len(word) > 2  # as in -r3
+    return "=" in word or word in _SHORT_FLAGS or is_joined or (word.startswith("--") and _is_flag(name))
 
 
 def _is_flag(name: str) -> bool:

@@ -6,10 +6,10 @@ It passes the contract suite of the real ones. Time passes only by `advance`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from stepfast.errors import AgentUnavailable, StorageUnavailable
+from stepfast.errors import AgentUnavailable, StorageForbidden, StorageUnavailable
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast.step import JobKey
 from stepfast_operator.actions import LaunchGang, StopMode
@@ -27,6 +27,7 @@ from stepfast_operator.record import Cause, Status
 from stepfast_operator.spec import TrainingSpec
 
 STEP_BYTES = 1000
+AS_PLANNED = -1
 
 
 @dataclass
@@ -54,6 +55,7 @@ class FakeBackend:
         self.command: str | None = None
         self.agent = AgentState.GONE
         self.is_storage_down = False
+        self.is_storage_forbidden = False
         self.gangs: dict[str, FakeGang] = {}
         self.steps: dict[int, float] = {}  # committed step: when
         self.staged: dict[str, list[int]] = {}  # by run: staged, not yet persisted
@@ -74,8 +76,9 @@ class FakeBackend:
         """The gang that was launched last."""
         return self.gangs[self.launches[-1].run]
 
-    def join(self) -> None:
-        """Every rank says hello."""
+    def join(self, restored_step: int | None = AS_PLANNED, tier: str = "Persistent") -> None:
+        """Every rank says hello, and what it restored; with None it never restores."""
+        restored = self.launches[-1].resume_step if restored_step == AS_PLANNED else restored_step
         for rank in range(self.world_size):
             self.gang.ranks[rank] = RankStatus(
                 rank=rank,
@@ -83,14 +86,16 @@ class FakeBackend:
                 alive=True,
                 clean=False,
                 joined_time=self.now,
-                restored_time=self.now,
+                restored_step=restored,
+                restored_time=self.now if restored is not None else None,
+                restored_tier=None if restored is None else tier if restored else "None",
             )
 
-    def make_step(self, step: int) -> None:
+    def make_step(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Every living rank reports that step."""
         for rank, status in self.gang.ranks.items():
             if status.alive:
-                self.gang.ranks[rank] = replace(status, global_step=step, step_time=self.now)
+                self.gang.ranks[rank] = replace(status, global_step=step, step_time=self.now, metrics=metrics)
 
     def stage(self, step: int) -> None:
         self.staged.setdefault(self.gang.run, []).append(step)
@@ -206,6 +211,8 @@ class FakeBackend:
         self.saved = status
 
     def _check_storage(self) -> None:
+        if self.is_storage_forbidden:
+            raise StorageForbidden("memory://fake refuses\nRequestId: 1")
         if self.is_storage_down:
             raise StorageUnavailable("memory://fake is down")
 

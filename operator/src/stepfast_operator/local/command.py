@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import uuid
 from dataclasses import replace
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from stepfast.environment import absolute_storage_uri
 from stepfast.errors import SpecError, StepfastError
+from stepfast_operator.local.preflight import check_start, check_writable
 from stepfast_operator.local.session import Outcome, Surroundings, run_session
 from stepfast_operator.local.summary import print_summary, write_summary
 from stepfast_operator.local.view import LiveView, PlainView
@@ -23,6 +25,7 @@ from stepfast_operator.spec import API_VERSION, KIND, TrainingJob, parse_manifes
 
 DEFAULT_NAMESPACE = "local"
 _USAGE_ERROR = 2
+_STARTERS = re.compile(r"python[0-9.]*|torchrun")
 
 
 def register(app: typer.Typer) -> None:
@@ -72,15 +75,22 @@ def run(  # noqa: PLR0917 - typer calls it by keyword
         job = _job_of(
             script or [], file, name, {key: value for key, value in options.items() if value is not None}, env
         )
-        outcome = _run(job)
+        check_start(job)
         if summary is not None:
-            write_summary(summary, job.job, outcome)
+            check_writable(summary, "--summary")
+        outcome = _run(job)
     except SpecError as error:
         sys.stderr.write(f"stepfast run: {error}\n")
         raise typer.Exit(_USAGE_ERROR) from None
     except (StepfastError, OSError) as error:
         sys.stderr.write(f"stepfast run: {error}\n")
         raise typer.Exit(1) from None
+    if summary is not None:
+        try:
+            write_summary(summary, job.job, outcome)
+        except OSError as error:
+            # How the job ended is what the exit status tells.
+            sys.stderr.write(f"stepfast run: {summary} cannot be written: {error.strerror}\n")
     raise typer.Exit(outcome.exit_code)
 
 
@@ -109,6 +119,10 @@ def _job_of(
 
 
 def _manifest_for(script: list[str]) -> dict[str, Any]:
+    program = script[0].rpartition("/")[2]
+    if _STARTERS.fullmatch(program) and not Path(script[0]).is_file():
+        rest = next((word for word in script[1:] if word.endswith(".py")), "train.py")
+        raise SpecError("SCRIPT", f"{program} is started for you: name the script alone, as in stepfast run {rest}")
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from stepfast.errors import SpecError, StepfastError
+from stepfast.errors import StepfastError
 from stepfast.step import JobKey
 from stepfast.storage.base import Store
 from stepfast_operator.backends.localagent import AgentSettings, Client, LocalAgent
 from stepfast_operator.backends.memoryfolder import default_memory_limit, memory_folder
 from stepfast_operator.backends.process import ProcessBackend, ProcessSettings
 from stepfast_operator.backends.statefolder import Saved, StateFolder
+from stepfast_operator.local.preflight import requested_memory
 from stepfast_operator.observed import AgentState, Intent
 from stepfast_operator.reconcile import Pass, reconcile
 from stepfast_operator.record import State, Status
@@ -88,7 +89,8 @@ async def run_session(job: TrainingJob, surroundings: Surroundings, view: View) 
 
 async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, state: StateFolder) -> Outcome:
     wake = asyncio.Event()
-    memory_limit = _memory_limit(job)
+    requested = requested_memory(job)
+    memory_limit = default_memory_limit() if requested is None else requested
     storage_uri = job.spec.checkpoint.storage_uri or surroundings.storage_uri
     agent_settings = AgentSettings(
         connect=surroundings.connect,
@@ -200,20 +202,6 @@ def exit_code_of(status: Status) -> int:
         return 1  # the script's own was 0, but what it made is not safe
     code = status.last_failure.exit_code if status.last_failure is not None else None
     return code if code is not None and 0 < code < 256 else 1
-
-
-def _memory_limit(job: TrainingJob) -> int:
-    """The spec's, else the script's environment's, else what suits this machine (bytes)."""
-    limit = job.spec.checkpoint.memory.size_limit
-    if limit is not None:
-        return limit
-    for name in ("STEPFAST_MEMORY_BUFFER_SIZE", "NEBULA_MEMORY_BUFFER_SIZE"):
-        text = dict(job.spec.trainer.env).get(name)
-        if text is not None:
-            if not text.isdigit():
-                raise SpecError(f"spec.trainer.env[{name}]", f"{text!r} is no number of bytes")
-            return int(text)
-    return default_memory_limit()
 
 
 class _Interrupts:

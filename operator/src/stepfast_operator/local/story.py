@@ -24,8 +24,9 @@ def tell(seen: Pass) -> list[str]:
     error = after.checkpoint.persist_error
     if error != before.checkpoint.persist_error:
         lines.append(f"persisting fails: {error}" if error is not None else "persisting works again")
-    if seen.observed.storage_error is not None and before == after:
-        lines.append(f"the storage does not answer: {seen.observed.storage_error}")
+    error = after.checkpoint.storage_error
+    if error != before.checkpoint.storage_error and not after.is_terminal:
+        lines.append(f"waiting for the storage: {error}" if error is not None else "the storage answers again")
     if after.terminal_state is not None and before.terminal_state is None:
         lines.append(_ended(after))
     return lines
@@ -68,8 +69,9 @@ def _planned(attempt: Attempt, status: Status) -> str:
     if attempt.attempt == 1:
         return f"attempt 1 starts from {start}"
     recovery = _recovery_before(status.recoveries, attempt)
-    lost = f", {recovery.steps_lost} steps lost" if recovery is not None and recovery.steps_lost is not None else ""
-    return f"attempt {attempt.attempt} starts from {start}{lost}"
+    lost = recovery.steps_lost if recovery is not None else None
+    told = f", {count_text(lost, 'step')} lost" if lost is not None else ""
+    return f"attempt {attempt.attempt} starts from {start}{told}"
 
 
 def _recovery_before(recoveries: tuple[Recovery, ...], attempt: Attempt) -> Recovery | None:
@@ -84,9 +86,7 @@ def _attempt_lines(before: Attempt | None, after: Attempt | None, status: Status
     lines = []
     if after.pods_ready_time is not None and before.pods_ready_time is None:
         lines.append("all ranks are here")
-    if after.restored_time is not None and before.restored_time is None and after.resume_step:
-        tier = status.checkpoint.restored_tier
-        lines.append(f"all ranks restored step {after.resume_step}" + (f" from {tier}" if tier else ""))
+    lines += _restored_lines(before, after, status)
     if after.hang_notified_time is not None and before.hang_notified_time is None:
         lines.append("no new step for too long: the gang seems to hang")
     if after.flush_timed_out and not before.flush_timed_out:
@@ -94,6 +94,30 @@ def _attempt_lines(before: Attempt | None, after: Attempt | None, status: Status
         going_on = "the same command persists what is left" if is_resumed_later else "going on with what is committed"
         lines.append(f"flushing took too long: {going_on}")
     return lines
+
+
+def _restored_lines(before: Attempt, after: Attempt, status: Status) -> list[str]:
+    """What was restored, said once: when all ranks have, or when they train without."""
+    was_told = before.restored_time is not None or before.first_step_time is not None
+    is_all = after.restored_time is not None
+    if was_told or not (is_all or after.first_step_time is not None) or not (after.resume_step or after.start_step):
+        return []
+    tier = f" from {status.checkpoint.restored_tier}" if status.checkpoint.restored_tier else ""
+    what = f"step {after.start_step}{tier}" if after.start_step else "nothing"
+    if after.start_step == after.resume_step:
+        return [f"all ranks restored {what}"] if is_all else []
+    lost = f", {count_text(after.steps_lost, 'step')} lost" if after.steps_lost else ""
+    planned = f"step {after.resume_step}"
+    if not is_all:
+        return [f"{planned} was to be restored, and the ranks train without it: {what} was restored{lost}"]
+    if after.start_step > after.resume_step:
+        return [f"all ranks restored {what}, as the script asked for"]
+    return [f"{planned} is damaged or was not asked for, all ranks restored {what}{lost}"]
+
+
+def count_text(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _ended(status: Status) -> str:

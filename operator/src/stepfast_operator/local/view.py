@@ -106,7 +106,7 @@ def _training(status: Status) -> list[str]:
     trainer = status.trainer_status
     speed = trainer.steps_per_second
     cells = [f"step {_number(trainer.global_step)}", f"{speed:.2f} steps/s" if speed is not None else ""]
-    return cells + [f"{name} {value:.4g}" for name, value in list(trainer.metrics.items())[:4]]
+    return cells + [f"{metric.name} {metric.value:.4g}" for metric in trainer.metrics[:4]]
 
 
 def _checkpoints(status: Status) -> list[str]:

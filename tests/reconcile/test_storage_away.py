@@ -1,0 +1,64 @@
+"""What is done and told while the storage does not answer, or refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stepfast_operator.local.story import tell
+from stepfast_operator.record import ConditionType, FailedReason, State
+
+MakeWorld = Callable[..., Any]
+
+
+def story(world: Any) -> list[str]:
+    return [line for seen in world.passes for line in tell(seen)]
+
+
+def passes(world: Any, count: int) -> None:
+    for _ in range(count):
+        world.advance(world.look().decision.requeue_seconds or 0.0)
+
+
+def test_storage_that_does_not_answer_is_said_once_and_again_when_that_changes(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.is_storage_down = True
+    passes(world, 20)
+    assert story(world) == ["waiting for the storage: StorageUnavailable: memory://fake is down"]
+    world.is_storage_down = False
+    passes(world, 3)
+    assert "the storage answers again" in story(world)
+    assert world.launches
+
+
+def test_storage_that_refuses_a_new_job_ends_it_at_once(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.is_storage_forbidden = True
+    began = world.now
+    passes(world, 3)
+    assert world.now - began < 5
+    failed = world.status.condition(ConditionType.FAILED)
+    assert failed.reason == FailedReason.CHECKPOINT_UNAVAILABLE
+    assert failed.message == "StorageForbidden: memory://fake refuses"
+    assert story(world) == ["failed: CheckpointUnavailable: StorageForbidden: memory://fake refuses"]
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_storage_that_refuses_between_attempts_is_waited_for_until_the_start_deadline(
+    make_world: MakeWorld, mended: bool
+) -> None:
+    world = make_world(startupDeadlineSeconds=60)
+    world.start()
+    world.make_step(5)
+    world.stage(5)
+    world.settle()
+    world.is_storage_forbidden = True
+    world.fail()
+    passes(world, 10)
+    assert not world.status.is_terminal
+    world.is_storage_forbidden = not mended
+    world.relaunched()
+    assert (world.status.state is State.FAILED) is not mended
+    assert len([line for line in story(world) if "waiting for the storage" in line]) == 1
