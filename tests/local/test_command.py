@@ -15,7 +15,16 @@ from stepfast_operator.local import command
 from stepfast_operator.local.session import Outcome, Surroundings, View, exit_code_of
 from stepfast_operator.local.view import panel
 from stepfast_operator.names import job_name_of
-from stepfast_operator.record import Cause, LastFailure, Recovery, State, Status
+from stepfast_operator.record import (
+    Attempt,
+    Cause,
+    CheckpointStatus,
+    LastFailure,
+    Recovery,
+    State,
+    Status,
+    TrainerStatus,
+)
 from stepfast_operator.spec import API_VERSION, KIND, Interval, ResumePolicy, TrainingJob
 
 
@@ -201,6 +210,63 @@ def test_summary_that_cannot_be_written_in_the_end_is_said_and_leaves_the_exit_s
     result = run("--summary", "s.json", "t.py")
     assert result.exit_code == 0
     assert "s.json cannot be written" in result.output
+
+
+def status_at(state: State, *, newest: int | None, persisted: int | None, is_flushed: bool = True) -> Status:
+    attempt = Attempt(
+        attempt=1, run="u-1", resume_step=0, planned_time=1.0, newest_step=newest, flush_timed_out=not is_flushed
+    )
+    return Status(
+        state=state,
+        terminal_state=State.COMPLETE if state is State.COMPLETE else None,
+        attempt=1,
+        current=attempt,
+        trainer_status=TrainerStatus(global_step=newest),
+        checkpoint=CheckpointStatus(latest_persisted_step=persisted),
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "arguments", "said"),
+    [
+        pytest.param(
+            status_at(State.SUSPENDED, newest=50, persisted=40),
+            [],
+            "goes on from step 40; 10 steps after it were not persisted.",
+            id="behind",
+        ),
+        pytest.param(
+            status_at(State.SUSPENDED, newest=50, persisted=50), [], "goes on from step 50.", id="all-persisted"
+        ),
+        pytest.param(
+            status_at(State.SUSPENDED, newest=50, persisted=None),
+            [],
+            "Nothing was committed: the same command starts from scratch.",
+            id="nothing",
+        ),
+        pytest.param(
+            status_at(State.SUSPENDED, newest=50, persisted=40, is_flushed=False),
+            [],
+            "persists first what memory still holds",
+            id="memory",
+        ),
+        pytest.param(
+            status_at(State.SUSPENDED, newest=50, persisted=50),
+            ["--resume-policy", "Never"],
+            "The same command starts from scratch",
+            id="never",
+        ),
+        pytest.param(
+            status_at(State.COMPLETE, newest=50, persisted=None),
+            [],
+            "Nothing was committed: the steps of this job are lost.",
+            id="complete-without-a-commit",
+        ),
+    ],
+)
+def test_summary_ends_with_what_is_safe(run: Run, status: Status, arguments: list[str], said: str) -> None:
+    run.status = status
+    assert said in run(*arguments, "t.py").output
 
 
 def test_live_panel_shows_the_job_at_a_glance() -> None:

@@ -169,6 +169,19 @@ def test_interrupt_suspends_and_the_same_command_goes_on(
     assert (uid_of(tmp_path), status_of(tmp_path).restarts) == (uid, 0)
 
 
+def test_interrupt_between_gangs_promises_no_checkpoint(
+    supervise: Supervise, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    supervisor = supervise(gang_manifest(tmp_path, failurePolicy={"backoff": {"baseSeconds": 100}}))
+    wait_until(lambda: is_living(rank_pid(tmp_path, 1)), "the first rank lives")
+    os.kill(rank_pid(tmp_path, 1) or 0, signal.SIGKILL)
+    wait_until(lambda: status_of(tmp_path).state is State.RESTARTING, "the gang has failed")
+    supervisor.process.send_signal(signal.SIGINT)
+    assert supervisor.wait() == 130, supervisor.said()
+    assert "stopping; no gang is running" in supervisor.said()
+    assert "saving a last checkpoint" not in supervisor.said()
+
+
 def test_second_supervisor_of_a_job_is_refused_and_names_the_first(
     supervise: Supervise, tmp_path: Path, wait_until: WaitUntil
 ) -> None:

@@ -103,7 +103,8 @@ def _fold(status: Status, record: Record, observed: Observed) -> Status:
                     fail_reason=reason,
                     fail_message=message,
                 )
-            return replace(_finish(replace(status, current=_ended(ended, now)), now), terminal_state=State.FAILED)
+            status = replace(status, current=_ended(ended, now), recoveries=_followed(status.recoveries, ended))
+            return replace(_finish(status, now), terminal_state=State.FAILED)
         case _:
             return replace(status, current=current and _note(current, record, now))
 
@@ -131,6 +132,11 @@ def _note(
             return replace(current, hang_notified_time=now)
         case _:
             assert_never(record)
+
+
+def _followed(recoveries: tuple[Recovery, ...], last: Attempt) -> tuple[Recovery, ...]:
+    """Without that of the last attempt, which no other follows."""
+    return tuple(recovery for recovery in recoveries if recovery.attempt != last.attempt)
 
 
 def _ended(current: Attempt | None, now: float) -> Attempt | None:
@@ -273,10 +279,19 @@ def _finish(status: Status, now: float) -> Status:
     current = status.current
     active = status.earlier_seconds + (now - status.start_time if status.start_time is not None else 0.0)
     kept = status.productive_seconds + (current.trained_seconds if current is not None else 0.0)
-    kept = max(0.0, kept - status.checkpoint.saves.stall_seconds_total)
+    kept = max(0.0, kept - _stalled_seconds(status))
     has_steps = status.trainer_status.global_step is not None
     ratio = round(min(1.0, kept / active), 4) if active > 0 and has_steps else None
     return replace(status, completion_time=now, goodput_ratio=ratio)
+
+
+def _stalled_seconds(status: Status) -> float:
+    """How long saves stood in the way of steps. The save of the newest step came after it: no step waited for it."""
+    checkpoint = status.checkpoint
+    newest = status.current.newest_step if status.current is not None else None
+    is_last_saved = newest is not None and newest in (checkpoint.latest_memory_step, checkpoint.latest_persisted_step)
+    saves = checkpoint.saves
+    return saves.stall_seconds_total - (saves.stall_seconds_last if is_last_saved else 0.0)
 
 
 def _state_of(status: Status) -> State:

@@ -212,9 +212,9 @@ class ProcessBackend:
         return is_all_persisted
 
     @property
-    def gang_pids(self) -> tuple[int, ...]:
-        """The launchers' pids, by node."""
-        return tuple(process.process.pid for process in self._gang.values())
+    def is_gang_alive(self) -> bool:
+        """Whether a launcher that was started here lives."""
+        return any(process.exit_code() is None for process in self._gang.values())
 
     def _is_ours(self, run: str) -> bool:
         return is_run_of(run, self._uid)

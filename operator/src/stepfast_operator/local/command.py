@@ -175,5 +175,5 @@ def _run(job: TrainingJob) -> Outcome:
         for field in job.cluster_only:
             view.say(f"{field} has no meaning on one machine and is ignored")
         outcome = asyncio.run(run_session(job, surroundings, view))
-    print_summary(console, job.job, outcome)
+    print_summary(console, job, outcome)
     return outcome

@@ -223,7 +223,9 @@ class _Interrupts:
     def _interrupt(self) -> None:
         if self._backend.intent is Intent.RUN:
             self._backend.intent = Intent.SUSPEND
-            self._view.say("saving a last checkpoint, then stopping; once more stops now")
+            is_training = self._backend.is_gang_alive
+            first = "saving a last checkpoint, then stopping" if is_training else "stopping; no gang is running"
+            self._view.say(f"{first}; once more stops now")
         else:
             self._backend.intent = Intent.STOP_NOW
             self._view.say("stopping now; what is staged is still persisted")

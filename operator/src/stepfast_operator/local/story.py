@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from stepfast_operator.actions import LaunchGang, StartAgent, SupersedeAfter
 from stepfast_operator.reconcile import Pass
 from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status, Verdict
@@ -34,7 +36,9 @@ def tell(seen: Pass) -> list[str]:
 
 def describe_failure(failure: LastFailure) -> str:
     who = f"rank {failure.rank}" if failure.rank is not None else failure.node or "the gang"
-    code = f", exit code {failure.exit_code}" if failure.exit_code is not None else ""
+    code = f"exit code {failure.exit_code}" if failure.exit_code is not None else ""
+    # What a launcher says ends with it most often.
+    code = f", {code}" if code and not re.search(rf"\b{code}\b", failure.message) else ""
     message = f": {failure.message}" if failure.message else ""
     return f"attempt {failure.attempt} failed: {failure.reason} ({who}{code}){message}"
 
@@ -43,6 +47,15 @@ def describe_commit(status: Status) -> str:
     checkpoint = status.checkpoint
     size = f" ({size_text(checkpoint.size_bytes)})" if checkpoint.size_bytes else ""
     return f"step {checkpoint.latest_persisted_step} committed{size}"
+
+
+def has_trained_for_nothing(status: Status) -> bool:
+    """Whether steps were made and none was ever committed."""
+    return (
+        status.current is not None
+        and status.current.newest_step is not None
+        and status.checkpoint.latest_persisted_step is None
+    )
 
 
 def size_text(size_bytes: int) -> str:
@@ -122,7 +135,7 @@ def count_text(count: int, noun: str) -> str:
 
 def _ended(status: Status) -> str:
     if status.state is State.COMPLETE:
-        return "complete"
+        return "complete, but nothing was committed" if has_trained_for_nothing(status) else "complete"
     reason = status.current.fail_reason if status.current is not None else None
     message = status.current.fail_message if status.current is not None else ""
     return f"failed: {reason}" + (f": {message}" if message else "")

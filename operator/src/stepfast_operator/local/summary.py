@@ -11,8 +11,9 @@ from rich.table import Table
 from stepfast.step import JobKey
 from stepfast_operator.backends.statefolder import document_of
 from stepfast_operator.local.session import Outcome
-from stepfast_operator.local.story import describe_failure, size_text
+from stepfast_operator.local.story import count_text, describe_failure, has_trained_for_nothing, size_text
 from stepfast_operator.record import Recovery, State, Status
+from stepfast_operator.spec import ResumePolicy, TrainingJob
 
 
 def write_summary(path: Path, job: JobKey, outcome: Outcome) -> None:
@@ -25,10 +26,10 @@ def write_summary(path: Path, job: JobKey, outcome: Outcome) -> None:
     )
 
 
-def print_summary(console: Console, job: JobKey, outcome: Outcome) -> None:
+def print_summary(console: Console, job: TrainingJob, outcome: Outcome) -> None:
     """The summary for the eye."""
     status = outcome.status
-    table = Table(title=f"{job}", show_header=False, title_justify="left", min_width=60)
+    table = Table(title=f"{job.job}", show_header=False, title_justify="left", min_width=60)
     for name, value in _facts(status):
         table.add_row(name, value)
     table.add_row("checkpoints", outcome.storage_uri)
@@ -36,10 +37,27 @@ def print_summary(console: Console, job: JobKey, outcome: Outcome) -> None:
     console.print(table)
     if status.recoveries:
         console.print(_recoveries(status))
-    if status.state is State.SUSPENDED:
-        request = status.resume_request
-        without = ", without --resume-from-step," if request is not None and request.command is not None else ""
-        console.print(f"Suspended. The same command{without} goes on from the latest committed step.")
+    closing = _closing(status, job.spec.checkpoint.resume_policy)
+    if closing is not None:
+        console.print(closing)
+
+
+def _closing(status: Status, policy: ResumePolicy) -> str | None:
+    """What the next run of the command starts from, and what is not safe."""
+    if status.state is not State.SUSPENDED:
+        return "Nothing was committed: the steps of this job are lost." if has_trained_for_nothing(status) else None
+    request = status.resume_request
+    without = ", without --resume-from-step," if request is not None and request.command is not None else ""
+    persisted, newest = status.checkpoint.latest_persisted_step, status.trainer_status.global_step
+    if policy is ResumePolicy.NEVER:
+        return "Suspended. The same command starts from scratch (resumePolicy: Never)."
+    if status.current is not None and status.current.flush_timed_out:
+        return f"Suspended. The same command{without} persists first what memory still holds, and goes on from there."
+    if persisted is None:
+        return f"Suspended. Nothing was committed: the same command{without} starts from scratch."
+    behind = max(0, (newest or 0) - persisted)
+    lost = f"; {count_text(behind, 'step')} after it {'was' if behind == 1 else 'were'} not persisted" if behind else ""
+    return f"Suspended. The same command{without} goes on from step {persisted}{lost}."
 
 
 def _facts(status: Status) -> list[tuple[str, str]]:
@@ -73,7 +91,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
 def _latest(status: Status) -> str:
     checkpoint = status.checkpoint
     if checkpoint.latest_persisted_step is None:
-        return "none"
+        return "none: nothing was committed" if has_trained_for_nothing(status) else "none"
     size = f" ({size_text(checkpoint.size_bytes)})" if checkpoint.size_bytes else ""
     return f"{checkpoint.latest_persisted_step}{size}"
 

@@ -96,15 +96,19 @@ def budget_of(policy: FailurePolicy, status: Status, cause: Cause, newest_commit
         without += 1
     budget = Budget(without_progress=without, counted=counted)
     if counted and status.restarts_count_towards_max >= policy.max_restarts:
-        message = f"{status.restarts_count_towards_max} restarts of at most {policy.max_restarts} (maxRestarts)"
+        message = f"{_restarts(status.restarts_count_towards_max)} of at most {policy.max_restarts} (maxRestarts)"
         return replace(budget, denied=FailedReason.MAX_RESTARTS_REACHED, message=message)
     if cause not in UNCOUNTED and without > policy.max_restarts_without_progress:
         message = (
-            f"{without - 1} restarts in a row brought no newer committed step; at most "
+            f"{_restarts(without - 1)} in a row brought no newer committed step; at most "
             f"{policy.max_restarts_without_progress} may (maxRestartsWithoutProgress)"
         )
         return replace(budget, denied=FailedReason.NO_PROGRESS, message=message)
     return budget
+
+
+def _restarts(count: int) -> str:
+    return "1 restart" if count == 1 else f"{count} restarts"
 
 
 def has_progress(status: Status, newest_committed: int | None) -> bool:
