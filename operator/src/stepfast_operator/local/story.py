@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from stepfast.cli.table import size_text
 from stepfast_operator.actions import LaunchGang, StartAgent, SupersedeAfter
 from stepfast_operator.reconcile import Pass
 from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status, Verdict
@@ -56,15 +57,6 @@ def has_trained_for_nothing(status: Status) -> bool:
         and status.current.newest_step is not None
         and status.checkpoint.latest_persisted_step is None
     )
-
-
-def size_text(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def _rolled_back(action: SupersedeAfter) -> str:

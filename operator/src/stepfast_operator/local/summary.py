@@ -8,10 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from stepfast.cli.table import size_text
 from stepfast.step import JobKey
 from stepfast_operator.backends.statefolder import document_of
 from stepfast_operator.local.session import Outcome
-from stepfast_operator.local.story import count_text, describe_failure, has_trained_for_nothing, size_text
+from stepfast_operator.local.story import count_text, describe_failure, has_trained_for_nothing
 from stepfast_operator.record import Recovery, State, Status
 from stepfast_operator.spec import ResumePolicy, TrainingJob
 

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from stepfast import catalog
-from stepfast.cli.table import print_table
+from stepfast.cli.table import print_table, size_text
 from stepfast.cli.target import is_torch_file, placed_file, placed_folder
 from stepfast.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnsafe, SpecError, StepfastError
 from stepfast.layout import HISTORIES, parse_step_folder
@@ -85,18 +85,18 @@ def show(uri: Uri, step: Step = None, as_json: AsJson = False) -> None:
             }
         )
         return
-    typer.echo(f"step {number}  run {manifest.run}  {manifest.world_size} ranks  {_size(manifest.size_bytes)}")
+    typer.echo(f"step {number}  run {manifest.run}  {manifest.world_size} ranks  {size_text(manifest.size_bytes)}")
     for file in files:
         rows = [
             (
                 name,
                 place.spec.dtype,
                 "x".join(map(str, place.spec.shape)) or "scalar",
-                _size(place.end - place.begin),
+                size_text(place.end - place.begin),
             )
             for name, place in headers[file.path].places.items()
         ]
-        title = f"{file.path}  {_size(file.size_bytes)}"
+        title = f"{file.path}  {size_text(file.size_bytes)}"
         print_table(("TENSOR", "DTYPE", "SHAPE", "SIZE"), rows, title=title)
 
 
@@ -120,7 +120,7 @@ def verify(
                 damage = str(error)
             results.append({"step": number, "sizeBytes": size, "damage": damage})
             if not as_json:
-                typer.echo(damage or f"step {number}: whole, {_size(size)}", err=damage is not None)
+                typer.echo(damage or f"step {number}: whole, {size_text(size)}", err=damage is not None)
     if as_json:
         _print_json(results)
     if any(result["damage"] for result in results):
@@ -324,7 +324,7 @@ def _row(step: catalog.CommittedStep, state: str) -> tuple[str, ...]:
         damaged = "damaged" if state == "committed" else f"{state}, damaged"
         return (str(step.step), "", "", "", "", step.run, f"{damaged}: {step.damage}")
     lag = f"{step.committed_time - step.saved_time:.2f} s"
-    size, saved = _size(step.size_bytes), _time(step.saved_time)
+    size, saved = size_text(step.size_bytes), _time(step.saved_time)
     return (str(step.step), size, str(step.world_size), saved, lag, step.run, state)
 
 
@@ -338,15 +338,6 @@ def _numbers(steps: Sequence[int] | set[int]) -> str:
 
 def _print_json(document: object) -> None:
     typer.echo(json.dumps(document, indent=2))
-
-
-def _size(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def _time(seconds: float) -> str:
