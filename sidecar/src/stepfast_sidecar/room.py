@@ -266,16 +266,12 @@ class Room:
                 await asyncio.sleep(self._retry_seconds(failures))
                 continue
             run.commit_failures.pop(step, None)
-            # Another run's manifest may be one that the node of rank 0 is about to mark superseded.
-            is_ours = answer["committed"] and answer["run"] == run.flow.run
-            if is_ours or (answer["committed"] and waited > self._config.commit_patience_seconds):
+            is_late = waited > self._config.commit_patience_seconds
+            # Another run's manifest may be one that rank 0, on another node, is about to mark superseded.
+            if answer["committed"] and (run.leads or is_late or answer["run"] == run.flow.run):
                 self._committed(run, step, answer)
                 return
-            if (
-                not answer["committed"]
-                and waited > self._config.commit_patience_seconds
-                and self._is_overtaken(run, step)
-            ):
+            if not answer["committed"] and is_late and self._is_overtaken(run, step):
                 log.error("%s: step %s is given up: another node never wrote its part of it", self.job, step)
                 self.carry_out(run, run.flow.give_up(step))
                 return
