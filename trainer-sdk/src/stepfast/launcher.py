@@ -30,6 +30,7 @@ TERMINATION_LOG = "STEPFAST_TERMINATION_LOG"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SHUTDOWN_SECONDS = "10"
 _MESSAGE_CHARACTERS = 2000
+_LAST_WORDS_SECONDS = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,6 +189,10 @@ def _watch_children(report: _Report) -> None:
             ended = None
         if ended is not None and ended.si_status != 0 and (rank := ranks.get(ended.si_pid)) is not None:
             is_exit = ended.si_code == os.CLD_EXITED
+            if is_exit:
+                # What it printed last says why. torchrun passes that on a moment later, and whoever reads the report
+                # ends torchrun at once.
+                time.sleep(_LAST_WORDS_SECONDS)
             report.fail(rank.rank, rank.local_rank, ended.si_status if is_exit else -ended.si_status)
             return
         # A child that ended well stays visible until torchrun polls, and at first the ranks are yet to come.
