@@ -94,6 +94,10 @@ def test_tensor_without_plain_bytes_is_refused_by_name(make: Callable[[], torch.
         pytest.param(lambda: torch.ones(1).expand(1000), id="expanded"),
         pytest.param(lambda: torch.arange(6.0).reshape(2, 3).expand(4, 2, 3), id="expanded matrix"),
         pytest.param(lambda: torch.arange(6.0)[::2], id="every other"),
+        pytest.param(lambda: torch.arange(6.0)[::6], id="one element with a stride"),
+        pytest.param(
+            lambda: torch.zeros(4, dtype=torch.complex32)[::4], id="one element of half complex with a stride"
+        ),
         pytest.param(lambda: torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1), id="permuted"),
         pytest.param(lambda: torch.randn(4, dtype=torch.complex64).conj(), id="conjugated"),
         pytest.param(lambda: torch.randn(4, dtype=torch.complex128).conj(), id="conjugated doubles"),

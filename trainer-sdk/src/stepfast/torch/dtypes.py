@@ -55,7 +55,15 @@ def as_stored(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.resolve_neg() if tensor.is_neg() else tensor
     if tensor.dtype.is_complex:
         tensor = tensor.resolve_conj().resolve_neg()
-    return as_movable(tensor).contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(as_movable(tensor))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements' bytes in row-major order: uint8, one-dimensional; a copy where they do not lie so."""
+    row = tensor.contiguous().reshape(-1)
+    if row.stride(0) != 1:  # a single element counts as contiguous whatever its stride is, and cannot be viewed
+        row = row.clone(memory_format=torch.contiguous_format)
+    return row.view(torch.uint8)
 
 
 def as_movable(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from stepfast.slot import CONTROL_BYTES, SlotRecord, rank_record
+from stepfast.torch.dtypes import flat_bytes
 from stepfast.torch.plan import SavePlan
 
 _MADV_POPULATE_WRITE = 23
@@ -79,7 +80,7 @@ class MappedSlot:
             first, last = max(low, begin), min(high, end)
             if first >= last:
                 continue
-            flat = source.contiguous().reshape(-1).view(torch.uint8)
+            flat = flat_bytes(source)
             target = self._bytes[CONTROL_BYTES + first - begin : CONTROL_BYTES + last - begin]
             target.copy_(flat[first - low : last - low])
 
