@@ -124,17 +124,14 @@ class Room:
         if run.flow.is_known(step) and not run.flow.is_committed(step):
             self.carry_out(run, run.flow.want(step))
             return
-        failures = 0
-        while True:
-            try:
-                answer = await self.persister.request("commit", step=step, run=run.flow.run, may_write=False)
-                break
-            except (PersisterLost, RequestFailed) as error:
-                if self.persister.is_closed:
-                    return
-                failures += 1
-                session.peer.send(PersistFailed(step=step, reason=self._why(error)))
-                await asyncio.sleep(self._retry_seconds(failures))
+
+        def tell(error: PersisterLost | RequestFailed) -> None:
+            session.peer.send(PersistFailed(step=step, reason=self._why(error)))
+
+        try:
+            answer = await self._insist("commit", tell, step=step, run=run.flow.run, may_write=False)
+        except (PersisterLost, RequestFailed):
+            return  # the agent ends
         if answer["committed"]:
             session.peer.send(Committed(step=step, committed_time=answer["time"]))
         else:
@@ -312,24 +309,36 @@ class Room:
 
         Nothing of the run is committed meanwhile: its steps must not meet those of another history.
         """
-        failures = 0
+
+        def tell(error: PersisterLost | RequestFailed) -> None:
+            log.warning("%s: steps above %s are not superseded yet: %s", self.job, step, error)
+
         run.may_commit.clear()
         try:
-            while True:
-                try:
-                    answer = await self.persister.request("supersede", step=step, run=run.flow.run)
-                    break
-                except (PersisterLost, RequestFailed) as error:
-                    if self.persister.is_closed:
-                        raise
-                    failures += 1
-                    log.warning("%s: steps above %s are not superseded yet: %s", self.job, step, error)
-                    await asyncio.sleep(self._retry_seconds(failures))
+            answer = await self._insist("supersede", tell, step=step, run=run.flow.run)
         finally:
             run.may_commit.set()
         if answer["steps"]:
             log.warning("%s: steps %s are superseded: training goes on from step %s", self.job, answer["steps"], step)
         return tuple(answer["steps"])
+
+    async def _insist(
+        self, command: str, tell: Callable[[PersisterLost | RequestFailed], None], **values: Any
+    ) -> Mapping[str, Any]:
+        """The persister's answer, however often it has to be asked; `tell` hears of each failure.
+
+        Raises PersisterLost, RequestFailed when the agent ends.
+        """
+        failures = 0
+        while True:
+            try:
+                return await self.persister.request(command, **values)
+            except (PersisterLost, RequestFailed) as error:
+                if self.persister.is_closed:
+                    raise
+                failures += 1
+                tell(error)
+                await asyncio.sleep(self._retry_seconds(failures))
 
     def _why(self, error: PersisterLost | RequestFailed) -> str:
         """The failure's cause and the storage that it is of; paths in it are relative to that."""
