@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 
-from stepfast.tensorfile import DTYPE_BITS, PAGE, HeaderInvalid, HeaderPlan, TensorSpec, parse_header
+from stepfast.tensorfile import CACHE_LINE, DTYPE_BITS, PAGE, HeaderInvalid, HeaderPlan, TensorSpec, parse_header
 
 _SPECS = st.lists(
     st.builds(
         TensorSpec,
         name=st.text(min_size=1, max_size=12).filter(lambda name: name != "__metadata__" and name.isprintable()),
         dtype=st.sampled_from(sorted(DTYPE_BITS)),
-        shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
+        shape=st.lists(st.integers(0, 5) | st.sampled_from([8, 64]), max_size=3).map(tuple),
     ),
     max_size=12,
     unique_by=lambda spec: spec.name,
@@ -41,6 +41,8 @@ def test_file_opens_with_the_safetensors_package(specs: list[TensorSpec], variab
         assert tuple(opened[place.spec.name]["shape"]) == place.spec.shape
         width = max(1, DTYPE_BITS[place.spec.dtype] // 8)
         assert place.begin % width == 0
+        if place.spec.size_bytes % CACHE_LINE == 0:
+            assert place.begin % CACHE_LINE == 0
     parsed = parse_header(file)
     assert parsed.size_bytes == plan.size_bytes
     assert {place.spec.name: place for place in plan.places} == dict(parsed.places)

@@ -15,6 +15,7 @@ from math import prod
 from stepfast.errors import CheckpointError
 
 PAGE = 4096
+CACHE_LINE = 64
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 DTYPE_BITS: Mapping[str, int] = {
@@ -58,9 +59,10 @@ class HeaderPlan:
     """
 
     def __init__(self, specs: Sequence[TensorSpec], *, constant: Mapping[str, str], variable_bytes: int) -> None:
-        # Widest elements first: every tensor is then aligned to its element size without holes, which the
-        # format forbids.
-        ordered = sorted(specs, key=lambda spec: -DTYPE_BITS[spec.dtype])
+        # The format forbids holes, so order alone aligns. Whole cache lines first: a copy to anywhere else takes 1.5
+        # times as long, and one odd scalar would push all that follow it there. Then the widest elements first:
+        # every tensor stays aligned to its element size.
+        ordered = sorted(specs, key=lambda spec: (spec.size_bytes % CACHE_LINE != 0, -DTYPE_BITS[spec.dtype]))
         entries: list[str] = []
         offset = 0
         ends: list[int] = []
