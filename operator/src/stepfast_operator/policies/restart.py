@@ -1,8 +1,8 @@
 """Whether an attempt has failed, what follows, and whether the budget allows another. Pure.
 
 Counting: `maxRestarts` limits counted restarts over the job's life. `maxRestartsWithoutProgress` limits
-restarts in a row between which no newer step was committed; the first of them comes at once, the next after
-baseSeconds, doubling.
+restarts in a row between which no newer step was committed: the first of them waits for baseSeconds, each
+further one for twice as long. A restart after progress comes at once.
 """
 
 from __future__ import annotations
