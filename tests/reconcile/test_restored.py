@@ -10,6 +10,7 @@ import pytest
 
 from stepfast_operator.document import encode
 from stepfast_operator.local.story import tell
+from stepfast_operator.record import ConditionType, FailedReason
 
 MakeWorld = Callable[..., Any]
 
@@ -113,6 +114,43 @@ def test_recovery_loses_what_was_really_lost_and_the_attempt_after_it_counts_on_
     world.settle()
     assert [recovery.steps_lost for recovery in world.status.recoveries] == [60, 10]
     assert world.status.steps_lost == 70
+
+
+def test_steps_committed_in_place_of_a_damaged_one_are_progress(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"maxRestarts": 9, "maxRestartsWithoutProgress": 1})
+    world.steps = {50: 1.0, 100: 2.0}
+    launched(world)
+    world.join(restored_step=50)
+    world.settle()
+    for step in (60, 70, 80):
+        world.advance(10)
+        world.make_step(step)
+        world.settle()
+        world.steps.pop(100, None)  # the first save marks it superseded
+        world.steps[step] = world.now
+        world.fail()
+        world.relaunched()
+        world.join()
+        world.settle()
+    assert world.launches[-1].resume_step == 80
+    assert world.status.restarts_without_progress == 0
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_going_back_from_a_damaged_step_again_and_again_is_not_progress(
+    make_world: MakeWorld, is_removed: bool
+) -> None:
+    world = make_world(failurePolicy={"maxRestarts": 9, "maxRestartsWithoutProgress": 2})
+    world.steps = {50: 1.0, 100: 2.0}
+    launched(world)
+    while not world.status.is_terminal:
+        world.join(restored_step=50)
+        world.settle()
+        if is_removed:
+            world.steps.pop(100, None)
+        world.fail()
+        world.relaunched()
+    assert world.status.condition(ConditionType.FAILED).reason == FailedReason.NO_PROGRESS
 
 
 def test_agent_that_restarted_and_forgot_what_was_restored_changes_nothing(make_world: MakeWorld) -> None:

@@ -176,9 +176,8 @@ def _persisted(
         return checkpoint
     last = max(known, key=lambda report: report.latest_persisted_step or 0)
     is_older = (last.latest_persisted_step or 0) < (checkpoint.latest_persisted_step or 0)
-    went_back = current.restored_time is not None and current.start_step < current.resume_step
     is_later = (last.latest_persisted_time or 0.0) > (checkpoint.latest_persisted_time or 0.0)
-    if is_older and not (went_back and is_later):
+    if is_older and not (current.went_back and is_later):
         return checkpoint
     return replace(
         checkpoint,

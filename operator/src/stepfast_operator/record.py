@@ -203,6 +203,11 @@ class Attempt:
         return self.resume_step if self.restored_step is None else self.restored_step
 
     @property
+    def went_back(self) -> bool:
+        """Whether the ranks could not restore the planned step, and restored an older one."""
+        return self.restored_time is not None and self.start_step < self.resume_step
+
+    @property
     def steps_lost(self) -> int:
         """How far training went back when this attempt began."""
         return max(0, (self.step_before or 0) - self.start_step)

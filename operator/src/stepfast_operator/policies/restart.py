@@ -112,10 +112,21 @@ def _restarts(count: int) -> str:
 
 
 def has_progress(status: Status, newest_committed: int | None) -> bool:
-    """Whether a newer step is committed than when the last attempt was planned."""
+    """Whether a newer step is committed than when the last attempt was planned, or one in place of a damaged one."""
     if newest_committed is None:
         return False
-    return status.progress_step is None or newest_committed > status.progress_step
+    if status.progress_step is None or newest_committed > status.progress_step:
+        return True
+    return has_replaced(status, newest_committed)
+
+
+def has_replaced(status: Status, newest_committed: int) -> bool:
+    """Whether the last attempt, which had to go back, committed a step in place of those that it could not restore.
+
+    While one of those is still the newest, nothing was committed: the first save marks them superseded.
+    """
+    current = status.current
+    return current is not None and current.went_back and current.start_step < newest_committed < current.resume_step
 
 
 def backoff_seconds(backoff: Backoff, without_progress: int) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from stepfast_operator.observed import Observed
+from stepfast_operator.policies import restart
 from stepfast_operator.record import ResumeRequest
 from stepfast_operator.spec import ResumePolicy
 
@@ -77,4 +78,4 @@ def _highest(observed: Observed, newest: int | None) -> int | None:
     known = observed.status.progress_step
     if known is None or newest is None:
         return newest if known is None else known
-    return max(known, newest)
+    return newest if restart.has_replaced(observed.status, newest) else max(known, newest)
