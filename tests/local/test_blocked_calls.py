@@ -22,6 +22,8 @@ from stepfast_operator.backends import localagent, process
 from stepfast_operator.backends.localagent import AgentSettings, LocalAgent
 from stepfast_operator.backends.process import ProcessBackend, ProcessSettings
 from stepfast_operator.backends.statefolder import StateFolder
+from stepfast_operator.observed import Intent
+from stepfast_operator.record import Status
 from stepfast_operator.spec import Trainer, TrainingJob, TrainingSpec
 
 JOB = JobKey(namespace="local", name="x")
@@ -35,10 +37,12 @@ class HungStore:
 
     def __init__(self) -> None:
         self.released = threading.Event()
+        self.called = threading.Event()
         self.calls = 0
 
     def list(self, folder: str) -> list[object]:
         self.calls += 1
+        self.called.set()
         self.released.wait()
         return []
 
@@ -75,6 +79,24 @@ def test_hung_storage_holds_up_no_kill_and_no_end(backend: ProcessBackend, store
         assert store.calls == 1, "a call that hangs is not joined by others"
         await asyncio.wait_for(backend.stop(["run-1"], StopMode.KILL), SECONDS)
         await asyncio.wait_for(backend.close(), SECONDS)
+
+    asyncio.run(scenario())
+
+
+def test_hung_storage_holds_up_no_interrupt(
+    backend: ProcessBackend, store: HungStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_STORAGE_SECONDS", 10.0 * SECONDS)
+
+    async def scenario() -> None:
+        reading = asyncio.ensure_future(backend.read_steps())
+        async with asyncio.timeout(SECONDS):
+            await asyncio.to_thread(store.called.wait)
+            backend.ask(Intent.SUSPEND)
+            with pytest.raises(StorageUnavailable, match="asked to stop"):
+                await reading
+            assert (await backend.observe(Status())).intent is Intent.SUSPEND
+            await backend.close()
 
     asyncio.run(scenario())
 

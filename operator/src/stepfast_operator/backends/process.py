@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stepfast.catalog import committed_steps, supersede_after
 from stepfast.errors import StepfastError, StorageUnavailable
@@ -92,7 +92,8 @@ class ProcessBackend:
         settings: ProcessSettings,
     ) -> None:
         self._job, self._uid, self._state, self._agent, self._settings = job, uid, state, agent, settings
-        self.intent = Intent.RUN
+        self.intent = Intent.RUN  # changed by `ask`
+        self._is_asked = asyncio.Event()  # for anything but to run
         self._ranks_per_node = local_processes(job.spec.trainer.num_proc_per_node)
         self._gang: dict[int, GangProcess] = {}
         self._gang_run: str | None = None
@@ -103,6 +104,12 @@ class ProcessBackend:
         saved = state.read()
         self._began = settings.clock()
         self._written = saved.written_time if saved is not None else self._began
+
+    def ask(self, intent: Intent) -> None:
+        """Says what the user wants now, and lets go of a storage call that could hold that up."""
+        self.intent = intent
+        if intent is not Intent.RUN:
+            self._is_asked.set()
 
     async def observe(self, status: Status) -> Observed:
         now = self._settings.clock()
@@ -315,10 +322,17 @@ class ProcessBackend:
         self._storage_free.clear()
         under_way = call_in_thread(work, name="stepfast-storage")
         under_way.add_done_callback(self._free_storage)
-        done, _ = await asyncio.wait({under_way}, timeout=_STORAGE_SECONDS)
-        if not done:
-            raise unavailable
-        return under_way.result()
+        asked = asyncio.ensure_future(self._is_asked.wait())
+        try:
+            either: set[asyncio.Future[Any]] = {under_way, asked}
+            await asyncio.wait(either, timeout=_STORAGE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+        if under_way.done():
+            return under_way.result()
+        if self._is_asked.is_set():
+            raise StorageUnavailable(f"{self._settings.storage_uri} had not answered when the job was asked to stop")
+        raise unavailable
 
     def _free_storage(self, call: asyncio.Future[T]) -> None:
         self._storage_free.set()

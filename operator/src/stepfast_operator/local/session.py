@@ -222,11 +222,11 @@ class _Interrupts:
 
     def _interrupt(self) -> None:
         if self._backend.intent is Intent.RUN:
-            self._backend.intent = Intent.SUSPEND
+            self._backend.ask(Intent.SUSPEND)
             is_training = self._backend.is_gang_alive
             first = "saving a last checkpoint, then stopping" if is_training else "stopping; no gang is running"
             self._view.say(f"{first}; once more stops now")
         else:
-            self._backend.intent = Intent.STOP_NOW
+            self._backend.ask(Intent.STOP_NOW)
             self._view.say("stopping now; what is staged is still persisted")
         self._wake.set()
