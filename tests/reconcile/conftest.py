@@ -42,13 +42,20 @@ class World(FakeBackend):
             self.advance(wait)
         raise AssertionError(f"does not settle: {[seen.decision.why for seen in self.passes[-5:]]}")
 
-    def start(self) -> Status:
-        """Until the first gang runs with all its ranks."""
+    def turn(self) -> None:
+        """One pass, and the wait that it asks for."""
+        self.advance(self.look().decision.requeue_seconds or 0.0)
+
+    def start(self, *, staged: int | None = None) -> Status:
+        """Until the first gang runs with all its ranks, and has made and staged that step."""
         while not self.launches:
-            self.advance(self.look().decision.requeue_seconds or 0.0)
+            self.turn()
         self.join()
         self.settle()
         assert self.status.state is State.RUNNING
+        if staged is not None:
+            self.make_step(staged)
+            self.stage(staged)
         return self.status
 
     def launch_of(self, attempt: int) -> LaunchGang:

@@ -56,7 +56,7 @@ def test_rank_that_waits_for_memory_is_not_hung_and_has_its_time_again_after_it(
 def test_script_that_never_uses_the_sdk_is_never_called_hung(make_world: MakeWorld) -> None:
     world = make_world(progressPolicy={"progressDeadlineSeconds": 30})
     while not world.launches:
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     for _ in range(10):
         world.advance(300)
         world.look()
@@ -90,7 +90,7 @@ def test_an_agent_that_restarted_and_knows_no_steps_yet_is_no_hang(make_world: M
 def test_gang_of_which_only_some_ranks_join_fails_at_the_start_deadline(make_world: MakeWorld) -> None:
     world = make_world(startupDeadlineSeconds=60)
     while not world.launches:
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     world.join()
     del world.gang.ranks[1]
     world.advance(61)
@@ -120,7 +120,7 @@ def test_suspend_saves_waits_for_the_commit_and_stops_in_order(make_world: MakeW
     world.make_step(12)
     world.intent = Intent.SUSPEND
     while not world.final:
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     world.look()
     assert world.gang.lives
     assert world.status.state == State.SUSPENDING
@@ -153,7 +153,7 @@ def test_changed_mind_while_suspending_resumes_after_the_stop(make_world: MakeWo
     world.make_step(12)
     world.intent = Intent.SUSPEND
     while not world.final:
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     world.intent = Intent.RUN
     world.persist("uid-1")
     world.relaunched()
@@ -168,7 +168,7 @@ def test_suspend_gives_up_on_the_last_save_after_its_grace(make_world: MakeWorld
     world.intent = Intent.SUSPEND
     began = world.now
     while world.gang.lives:
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     assert 20 <= world.now - began < 22
 
 
@@ -176,7 +176,7 @@ def pass_until(world: Any, condition: Callable[[], bool], *, limit: int = 200) -
     for _ in range(limit):
         if condition():
             return
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     raise AssertionError(f"never: {[seen.decision.why for seen in world.passes[-5:]]}")
 
 

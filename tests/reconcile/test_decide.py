@@ -30,7 +30,7 @@ def test_resume_step_is_written_before_the_gang_is_launched(make_world: MakeWorl
     world.steps = {40: 1.0}
     while not world.launches:
         written = world.saved
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     assert written.current.resume_step == 40
     assert world.launches[0].resume_step == 40
 
@@ -170,9 +170,7 @@ def test_one_worker_that_succeeded_does_not_end_the_others(make_world: MakeWorld
 
 def test_restarted_supervisor_ends_the_old_gang_and_does_not_count_it(make_world: MakeWorld) -> None:
     world = make_world(failurePolicy={"maxRestarts": 0, "maxRestartsWithoutProgress": 0})
-    world.start()
-    world.make_step(4)
-    world.stage(4)
+    world.start(staged=4)
     world.lose_supervisor()
     world.status = decode(Status, json.loads(json.dumps(encode(world.status))), "status")
     assert world.gangs["uid-1"].lives
@@ -195,7 +193,7 @@ def test_storage_that_never_answers_fails_the_job_at_the_start_deadline(make_wor
     world = make_world(startupDeadlineSeconds=60)
     world.is_storage_down = True
     for _ in range(100):
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     assert world.status.condition(ConditionType.FAILED).reason == FailedReason.CHECKPOINT_UNAVAILABLE
     assert world.launches == []
 

@@ -17,9 +17,7 @@ def test_staged_steps_of_the_failed_run_are_flushed_before_the_resume_step_is_fi
     make_world: MakeWorld,
 ) -> None:
     world = make_world()
-    world.start()
-    world.make_step(30)
-    world.stage(30)
+    world.start(staged=30)
     world.fail()
     world.relaunched()
     assert world.launch_of(2).resume_step == 30
@@ -28,13 +26,11 @@ def test_staged_steps_of_the_failed_run_are_flushed_before_the_resume_step_is_fi
 
 def test_step_whose_part_is_written_is_waited_for_until_it_is_committed(make_world: MakeWorld) -> None:
     world = make_world()
-    world.start()
-    world.make_step(30)
-    world.stage(30)
+    world.start(staged=30)
     world.is_commit_held = True
     world.fail()
     for _ in range(20):
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     assert world.parted == {"uid-1": [30]}
     assert len(world.launches) == 1, "the next attempt did not wait for the manifest"
     world.is_commit_held = False
@@ -53,7 +49,7 @@ def test_flush_is_bounded_when_the_storage_does_not_take_it(make_world: MakeWorl
     world.fail()
     began = world.now
     while world.status.current.flushed_time is None:
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     assert 5 <= world.status.current.flushed_time - began < 6
     assert world.status.current.flush_timed_out
     world.is_storage_down = False
@@ -65,9 +61,7 @@ def test_agent_killed_with_the_gang_is_started_and_flushed_before_the_next_attem
     make_world: MakeWorld,
 ) -> None:
     world = make_world()
-    world.start()
-    world.make_step(30)
-    world.stage(30)
+    world.start(staged=30)
     world.agent = AgentState.GONE
     world.fail()
     world.relaunched()
@@ -76,9 +70,7 @@ def test_agent_killed_with_the_gang_is_started_and_flushed_before_the_next_attem
 
 def test_success_is_flushed_and_terminal(make_world: MakeWorld) -> None:
     world = make_world()
-    world.start()
-    world.make_step(9)
-    world.stage(9)
+    world.start(staged=9)
     world.succeed()
     world.settle()
     assert world.status.state == State.COMPLETE
@@ -92,9 +84,7 @@ def test_success_is_flushed_and_terminal(make_world: MakeWorld) -> None:
 
 def test_success_whose_last_step_the_storage_does_not_take_is_no_success(make_world: MakeWorld) -> None:
     world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
-    world.start()
-    world.make_step(10)
-    world.stage(10)
+    world.start(staged=10)
     world.is_storage_down = True
     world.succeed()
     began = world.now
@@ -111,9 +101,7 @@ def test_rank_that_succeeded_without_a_goodbye_has_not_failed_while_its_steps_ar
     make_world: MakeWorld,
 ) -> None:
     world = make_world()
-    world.start()
-    world.make_step(10)
-    world.stage(10)
+    world.start(staged=10)
     world.is_commit_held = True
     world.succeed()
     dead = DeadRank(rank=1, node="node-0", ended_time=world.now)
@@ -124,7 +112,7 @@ def test_rank_that_succeeded_without_a_goodbye_has_not_failed_while_its_steps_ar
 
     world.observe = with_dead
     for _ in range(20):
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     world.is_commit_held = False
     world.relaunched()
     assert (world.status.state, world.status.attempt) == (State.COMPLETE, 1)
@@ -132,14 +120,12 @@ def test_rank_that_succeeded_without_a_goodbye_has_not_failed_while_its_steps_ar
 
 def test_success_is_not_trusted_while_no_agent_can_say_what_is_left(make_world: MakeWorld) -> None:
     world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
-    world.start()
-    world.make_step(10)
-    world.stage(10)
+    world.start(staged=10)
     world.settle()
     world.succeed()
     for _ in range(100):
         world.agent = AgentState.STARTING
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     assert world.status.condition(ConditionType.FAILED).reason == FailedReason.CHECKPOINT_UNAVAILABLE
 
 
@@ -149,15 +135,13 @@ def test_success_of_a_script_that_saved_nothing_needs_no_agent(make_world: MakeW
     world.succeed()
     for _ in range(100):
         world.agent = AgentState.STARTING
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     assert world.status.state is State.COMPLETE
 
 
 def test_flush_is_asked_for_once_even_without_time_for_it(make_world: MakeWorld) -> None:
     world = make_world(failurePolicy={"flushTimeoutSeconds": 0})
-    world.start()
-    world.make_step(10)
-    world.stage(10)
+    world.start(staged=10)
     world.succeed()
     world.relaunched()
     assert (world.status.state, list(world.steps)) == (State.COMPLETE, [10])
@@ -165,13 +149,11 @@ def test_flush_is_asked_for_once_even_without_time_for_it(make_world: MakeWorld)
 
 def test_agent_that_was_replaced_during_the_flush_is_asked_again(make_world: MakeWorld) -> None:
     world = make_world()
-    world.start()
-    world.make_step(30)
-    world.stage(30)
+    world.start(staged=30)
     world.is_storage_down = True
     world.fail()
     while world.status.current.flush_asked_time is None:
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
     world.agent = AgentState.GONE
     # To the one after it the step is not due yet: nothing seems to be pending.
     world.staged_not_due, world.staged = world.staged, {}

@@ -26,7 +26,7 @@ def story(world: Any) -> list[str]:
 
 def launched(world: Any) -> None:
     while not world.launches:
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
 
 
 def test_first_attempt_counts_from_the_older_step_that_was_restored_in_place_of_a_damaged_one(
@@ -169,9 +169,7 @@ def test_agent_that_restarted_and_forgot_what_was_restored_changes_nothing(make_
 
 def test_restored_tier_is_that_of_the_slowest_rank(make_world: MakeWorld) -> None:
     world = make_world()
-    world.start()
-    world.make_step(10)
-    world.stage(10)
+    world.start(staged=10)
     world.settle()
     world.fail()
     world.relaunched()

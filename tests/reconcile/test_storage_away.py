@@ -19,7 +19,7 @@ def story(world: Any) -> list[str]:
 
 def passes(world: Any, count: int) -> None:
     for _ in range(count):
-        world.advance(world.look().decision.requeue_seconds or 0.0)
+        world.turn()
 
 
 def test_storage_that_does_not_answer_is_said_once_and_again_when_that_changes(make_world: MakeWorld) -> None:
@@ -50,9 +50,7 @@ def test_storage_that_refuses_between_attempts_is_waited_for_until_the_start_dea
     make_world: MakeWorld, mended: bool
 ) -> None:
     world = make_world(startupDeadlineSeconds=60)
-    world.start()
-    world.make_step(5)
-    world.stage(5)
+    world.start(staged=5)
     world.settle()
     world.is_storage_forbidden = True
     world.fail()
