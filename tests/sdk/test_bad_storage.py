@@ -26,6 +26,30 @@ print("at the end", flush=True)
 %s
 """
 
+# What one rank cannot write: a folder stands where its file of step 2 belongs.
+UNEVEN = """
+import os, shutil
+from pathlib import Path
+import torch.distributed as dist
+from stepfast.layout import data_path
+from stepfast.torch import Checkpointer
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+ckpt = Checkpointer(state={"rank": rank})
+ckpt.save(1).wait(timeout_seconds=60.0)
+obstacle = Path(os.environ["FOLDER"], data_path(2, os.environ["STEPFAST_RUN"], "state", 1, 2))
+if rank == 1:
+    (obstacle / "in the way").mkdir(parents=True)
+dist.barrier()
+ckpt.save(2)
+dist.barrier()
+ckpt.save(3).wait(timeout_seconds=60.0)
+if rank == 0:
+    print("steps", [found.step for found in ckpt.steps()], flush=True)
+ckpt.close()
+dist.destroy_process_group()
+"""
+
 
 def break_storage(bench: Any) -> Callable[[], None]:
     """A file stands where the job's folder was; returns what puts it right."""
@@ -90,6 +114,14 @@ def test_storage_that_fails_does_not_end_training(any_bench: Any, caplog: pytest
     assert any_bench.make(state=back).restore() == 4
     assert back["a"].tolist() == [4.0] * 10
     assert any_bench.make(state={}).restore(step=1) == 1
+
+
+def test_rank_that_cannot_write_keeps_no_other_waiting(launcher: Any) -> None:
+    done = launcher.run(UNEVEN, ranks=2, FOLDER=str(launcher.bench.folder))
+    assert done.code == 0, done.output
+    assert "steps [1, 3]" in done.output
+    assert "step 2 was not saved" in done.output
+    assert "step 2 is not committed so far" in done.output
 
 
 def test_close_tells_that_the_newest_save_is_not_committed(any_bench: Any) -> None:

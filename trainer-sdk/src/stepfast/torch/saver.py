@@ -17,7 +17,7 @@ import torch
 from stepfast import catalog
 from stepfast.commit import FileUpload, try_commit, write_part
 from stepfast.environment import Environment
-from stepfast.errors import AgentUnavailable, ObjectNotFound, StorageError, StorageUnavailable
+from stepfast.errors import AgentUnavailable, CheckpointError, ObjectNotFound, StorageError, StorageUnavailable
 from stepfast.histories import SaveRow, append_rows
 from stepfast.layout import CHUNK_BYTES, FileEntry, Manifest, Part, data_path, job_folder, join, part_path
 from stepfast.protocol import Reserved, Staged
@@ -106,28 +106,96 @@ class AgentSaver:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    """A step whose part this rank has written, and of whose commit it does not know yet."""
+
+    step: int
+    saved_time: float
+    stall_seconds: float
+
+
 class DirectSaver:
-    """Writes to the storage at once, to the same layout, with the same commit rule. Training waits meanwhile."""
+    """Writes to the storage at once, to the same layout, with the same commit rule. Training waits meanwhile, each rank
+    for its own part alone: whoever writes the last one commits (I2), and a rank that fails keeps no other waiting.
+    """
 
     def __init__(self, store: Store, environment: Environment, name: str) -> None:
         self._store, self._environment, self._name = store, environment, name
         self._folder = job_folder(environment.job)
         self._threads = ThreadPoolExecutor(_WINDOW_CHUNKS, thread_name_prefix="stepfast-upload")
         self._buffer: MappedSlot | None = None
+        self._open: _Open | None = None
 
-    def save(self, save: Save) -> float | None:
-        """Writes this rank's part; rank 0 commits when all parts are there. Returns the commit's time, on rank 0.
+    def save(self, save: Save) -> None:
+        """Writes this rank's part, and commits the step when it was the last. Raises StorageError."""
+        # All ranks are through with the step before, or they had not agreed on this one.
+        self._try_commit()
+        if self._open is not None:
+            log.warning("stepfast: step %s is not committed so far: the part of a rank is missing", self._open.step)
+            self._open = None
+        saved_time = time.time()
+        if not self._has_part(save.step):
+            self._write_part(save, saved_time)
+        stall = time.perf_counter() - save.began
+        self._open = _Open(step=save.step, saved_time=saved_time, stall_seconds=stall)
+        self._try_commit()
 
-        Raises StorageError.
-        """
-        environment, saved_time = self._environment, time.time()
-        if self._has_part(save.step):
-            return self._commit(save, saved_time) if environment.rank == 0 else None
-        path = data_path(save.step, environment.run, self._name, environment.rank, environment.world_size)
+    def wait_committed(self, step: int, timeout_seconds: float | None) -> None:
+        """Until all ranks wrote their part and the step is committed, by whomever. Raises StorageError."""
+        deadline, pause = time.monotonic() + (timeout_seconds or _COMMIT_SECONDS), 0.01
+        while (manifest := try_commit(self._store, self._folder, step, self._environment.run)) is None:
+            if time.monotonic() > deadline:
+                raise StorageUnavailable(f"step {step}: not all ranks wrote their part in time")
+            time.sleep(pause)
+            pause = min(1.0, pause * 2)
+        self._note(manifest)
+
+    def close(self) -> None:
+        """Takes down a commit that is not known yet; ends the threads."""
+        self._try_commit()
+        self._threads.shutdown()
+
+    def _try_commit(self) -> None:
+        opened = self._open
+        if opened is None:
+            return
+        try:
+            manifest = try_commit(self._store, self._folder, opened.step, self._environment.run)
+        except (StorageError, CheckpointError) as error:
+            log.warning("stepfast: step %s is not committed yet: %s", opened.step, error)
+            return
+        if manifest is not None:
+            self._note(manifest)
+
+    def _note(self, manifest: Manifest) -> None:
+        """After a commit: its row and what is kept are rank 0's to see to, whoever committed."""
+        opened, environment = self._open, self._environment
+        if opened is None or opened.step != manifest.step:
+            return
+        self._open = None
+        if environment.rank != 0:
+            return
+        row = SaveRow(
+            global_step=opened.step, run=environment.run, outcome="Committed", saved_time=opened.saved_time,
+            stall_seconds=opened.stall_seconds, duration_seconds=manifest.committed_time - opened.saved_time,
+            size_bytes=manifest.size_bytes, world_size=environment.world_size,
+        )  # fmt: skip
+        try:
+            append_rows(self._store, self._folder, [row])
+            catalog.retain(
+                self._store, self._folder, run=environment.run, max_to_keep=environment.max_to_keep,
+                protected=[environment.resume_step] if environment.resume_step else [],
+            )  # fmt: skip
+        except StorageError as error:
+            log.warning("stepfast: after the commit of step %s: %s", opened.step, error)
+
+    def _write_part(self, save: Save, saved_time: float) -> None:
+        environment = self._environment
         upload = FileUpload(
             self._store,
             self._folder,
-            path,
+            data_path(save.step, environment.run, self._name, environment.rank, environment.world_size),
             name=self._name,
             rank=environment.rank,
             size_bytes=save.plan.size_bytes,
@@ -143,7 +211,6 @@ class DirectSaver:
             persisted_time=time.time(), replicated=save.plan.replicated_digest,
         )  # fmt: skip
         write_part(self._store, self._folder, part)
-        return self._commit(save, saved_time) if environment.rank == 0 else None
 
     def _has_part(self, step: int) -> bool:
         """Whether this rank saved the step before in this run: what a manifest may name is never written over."""
@@ -170,38 +237,3 @@ class DirectSaver:
             self._buffer.stage_window(save.plan, save.header, save.sources, begin, size)
             upload.put(begin, self._buffer.data[:size], self._threads)
         return upload.finish()
-
-    def wait_committed(self, step: int, timeout_seconds: float | None) -> Manifest:
-        """Until all ranks wrote their part and the step is committed, by whomever. Raises StorageError."""
-        deadline, pause = time.monotonic() + (timeout_seconds or _COMMIT_SECONDS), 0.01
-        while (manifest := try_commit(self._store, self._folder, step, self._environment.run)) is None:
-            if time.monotonic() > deadline:
-                raise StorageUnavailable(f"step {step}: not all ranks wrote their part in time")
-            time.sleep(pause)
-            pause = min(1.0, pause * 2)
-        return manifest
-
-    def _commit(self, save: Save, saved_time: float) -> float:
-        manifest = self.wait_committed(save.step, _COMMIT_SECONDS)
-        self._keep(manifest.size_bytes, manifest.committed_time, save, saved_time)
-        return manifest.committed_time
-
-    def _keep(self, size_bytes: int, committed_time: float, save: Save, saved_time: float) -> None:
-        environment = self._environment
-        row = SaveRow(
-            global_step=save.step, run=environment.run, outcome="Committed", saved_time=saved_time,
-            stall_seconds=time.perf_counter() - save.began, duration_seconds=committed_time - saved_time,
-            size_bytes=size_bytes, world_size=environment.world_size,
-        )  # fmt: skip
-        try:
-            append_rows(self._store, self._folder, [row])
-            catalog.retain(
-                self._store, self._folder, run=environment.run, max_to_keep=environment.max_to_keep,
-                protected=[environment.resume_step] if environment.resume_step else [],
-            )  # fmt: skip
-        except StorageError as error:
-            log.warning("stepfast: after the commit of step %s: %s", save.step, error)
-
-    def close(self) -> None:
-        """Ends the threads."""
-        self._threads.shutdown()
