@@ -30,11 +30,15 @@ from stepfast.torch import Checkpointer, every
 GIB = 2**30
 
 
-def gpt_state(size_bytes: int, layers: int = 48) -> dict[str, torch.Tensor]:
-    """Parameters and Adam moments of a GPT-2-shaped model of about that many bytes, float32."""
+def gpt_state(size_bytes: int, layers: int = 48, *, odd: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters and Adam moments of a GPT-2-shaped model of about that many bytes, float32.
+
+    With `odd` no tensor's size is a whole number of cache lines.
+    """
     width = 16
     while _parameters(width + 8, layers) * 12 <= size_bytes:
         width += 8
+    width -= odd
     shapes = {
         "wte": (int(50257 * width / 1600), width),
         "wpe": (1024, width),
@@ -115,9 +119,10 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--saves", type=int, default=11)
     parser.add_argument("--bound", type=float, default=1.3, help="of the median ratio")
+    parser.add_argument("--odd", action="store_true", help="tensors that are no whole number of cache lines")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    state = gpt_state(int(arguments.gib * GIB))
+    state = gpt_state(int(arguments.gib * GIB), odd=arguments.odd)
     size = sum(t.numel() * t.element_size() for t in state.values())
     folder = Path(tempfile.mkdtemp(prefix="stepfast-bench-", dir="."))
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 GIB = 1 << 30
@@ -23,6 +24,32 @@ def test_twenty_thousand_small_tensors_come_back(shared_agent: Any, any_bench: A
     assert any_bench.make(state=back).restore() == 2
     assert list(back) == list(state)
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("is_windowed", [False, True], ids=["in one piece", "in windows"])
+def test_large_tensors_come_back_wherever_in_a_cache_line_they_begin(
+    start_agent: Callable[..., Any], bench: Any, is_windowed: bool
+) -> None:
+    bench.socket = start_agent(limit_bytes=(20 if is_windowed else 200) << 20).socket
+    generator = torch.Generator().manual_seed(1)
+    state: dict[str, torch.Tensor] = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.uint8):
+        for odd in range(1, 6):
+            values = torch.randint(0, 255, (odd, 300_001), generator=generator).to(dtype)
+            state[f"{dtype}.{odd}"] = values
+    state["weight"] = torch.nn.Parameter(torch.rand(300_003, generator=generator))
+    checkpointer = bench.make(state=state)
+    checkpointer.save(1).wait(timeout_seconds=60.0)
+    state["torch.float32.5"] = state["torch.float32.5"].t().contiguous().t()  # of the same shape, laid out otherwise
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.add_(1)
+    checkpointer.save(2).wait(timeout_seconds=60.0)
+    back: dict[str, Any] = {}
+
+    assert bench.make(state=back).restore() == 2
+    for name, tensor in state.items():
+        assert torch.equal(back[name], tensor), name
 
 
 def test_tensor_of_three_gibibytes_comes_back(start_agent: Callable[..., Any], bench: Any) -> None:
