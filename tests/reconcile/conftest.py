@@ -46,10 +46,14 @@ class World(FakeBackend):
         """One pass, and the wait that it asks for."""
         self.advance(self.look().decision.requeue_seconds or 0.0)
 
-    def start(self, *, staged: int | None = None) -> Status:
-        """Until the first gang runs with all its ranks, and has made and staged that step."""
+    def launched(self) -> None:
+        """Until the first gang is launched; its ranks are yet to join."""
         while not self.launches:
             self.turn()
+
+    def start(self, *, staged: int | None = None) -> Status:
+        """Until the first gang runs with all its ranks, and has made and staged that step."""
+        self.launched()
         self.join()
         self.settle()
         assert self.status.state is State.RUNNING

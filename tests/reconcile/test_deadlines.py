@@ -55,8 +55,7 @@ def test_rank_that_waits_for_memory_is_not_hung_and_has_its_time_again_after_it(
 
 def test_script_that_never_uses_the_sdk_is_never_called_hung(make_world: MakeWorld) -> None:
     world = make_world(progressPolicy={"progressDeadlineSeconds": 30})
-    while not world.launches:
-        world.turn()
+    world.launched()
     for _ in range(10):
         world.advance(300)
         world.look()
@@ -89,8 +88,7 @@ def test_an_agent_that_restarted_and_knows_no_steps_yet_is_no_hang(make_world: M
 
 def test_gang_of_which_only_some_ranks_join_fails_at_the_start_deadline(make_world: MakeWorld) -> None:
     world = make_world(startupDeadlineSeconds=60)
-    while not world.launches:
-        world.turn()
+    world.launched()
     world.join()
     del world.gang.ranks[1]
     world.advance(61)

@@ -24,17 +24,12 @@ def story(world: Any) -> list[str]:
     return [line for seen in world.passes for line in tell(seen)]
 
 
-def launched(world: Any) -> None:
-    while not world.launches:
-        world.turn()
-
-
 def test_first_attempt_counts_from_the_older_step_that_was_restored_in_place_of_a_damaged_one(
     make_world: MakeWorld,
 ) -> None:
     world = make_world()
     world.steps = {50: 1.0, 100: 2.0}
-    launched(world)
+    world.launched()
     world.join(restored_step=50)
     world.settle()
     assert document(world)["trainerStatus"]["globalStep"] == 50
@@ -54,7 +49,7 @@ def test_first_attempt_counts_from_the_older_step_that_was_restored_in_place_of_
 def test_script_that_never_restores_is_counted_from_scratch(make_world: MakeWorld) -> None:
     world = make_world()
     world.steps = {200: 2.0}
-    launched(world)
+    world.launched()
     world.join(restored_step=None)
     world.settle()
     world.advance(1)
@@ -77,7 +72,7 @@ def test_script_that_never_restores_is_counted_from_scratch(make_world: MakeWorl
 def test_ranks_that_find_every_step_damaged_are_said_to_have_restored_nothing(make_world: MakeWorld) -> None:
     world = make_world()
     world.steps = {100: 2.0}
-    launched(world)
+    world.launched()
     world.join(restored_step=0)
     world.settle()
     assert "restoredTier" not in document(world)["checkpoint"]
@@ -119,7 +114,7 @@ def test_recovery_loses_what_was_really_lost_and_the_attempt_after_it_counts_on_
 def test_steps_committed_in_place_of_a_damaged_one_are_progress(make_world: MakeWorld) -> None:
     world = make_world(failurePolicy={"maxRestarts": 9, "maxRestartsWithoutProgress": 1})
     world.steps = {50: 1.0, 100: 2.0}
-    launched(world)
+    world.launched()
     world.join(restored_step=50)
     world.settle()
     for step in (60, 70, 80):
@@ -142,7 +137,7 @@ def test_going_back_from_a_damaged_step_again_and_again_is_not_progress(
 ) -> None:
     world = make_world(failurePolicy={"maxRestarts": 9, "maxRestartsWithoutProgress": 2})
     world.steps = {50: 1.0, 100: 2.0}
-    launched(world)
+    world.launched()
     while not world.status.is_terminal:
         world.join(restored_step=50)
         world.settle()
@@ -156,7 +151,7 @@ def test_going_back_from_a_damaged_step_again_and_again_is_not_progress(
 def test_agent_that_restarted_and_forgot_what_was_restored_changes_nothing(make_world: MakeWorld) -> None:
     world = make_world()
     world.steps = {100: 2.0}
-    launched(world)
+    world.launched()
     world.join()
     world.settle()
     world.advance(1)

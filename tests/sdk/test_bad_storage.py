@@ -28,7 +28,7 @@ print("at the end", flush=True)
 
 # What one rank cannot write: a folder stands where its file of step 2 belongs.
 UNEVEN = """
-import os, shutil
+import os
 from pathlib import Path
 import torch.distributed as dist
 from stepfast.layout import data_path

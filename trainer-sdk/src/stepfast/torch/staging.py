@@ -106,8 +106,8 @@ class MappedSlot:
                 continue
             piece = flat_bytes(source)[first - low : last - low]
             target = self._bytes[CONTROL_BYTES + first - begin : CONTROL_BYTES + last - begin]
-            head = (begin - first) % CACHE_LINE
-            target[:head].copy_(piece[:head])
+            if head := _head_bytes(first - begin, last - first):
+                target[:head].copy_(piece[:head])
             target[head:].copy_(piece[head:])
 
     def _make_views(self, plan: SavePlan) -> _Views:
@@ -116,10 +116,14 @@ class MappedSlot:
             raw = self._bytes[CONTROL_BYTES + begin : CONTROL_BYTES + end]
             # An empty tensor has no bytes that could be viewed as something else.
             whole.append(raw.view(dtype).view(shape) if begin < end else torch.empty(shape, dtype=dtype))
-            head = -begin % CACHE_LINE
-            if head and end - begin >= _CUT_BYTES:
+            if head := _head_bytes(begin, end - begin):
                 cuts[index] = raw[:head].view(dtype), raw[head:].view(dtype)
         return _Views(generation=plan.generation, whole=whole, cuts=cuts)
+
+
+def _head_bytes(begin: int, size: int) -> int:
+    """How many of a tensor's bytes lie before the end of the cache line that it begins in; 0: not to be cut there."""
+    return -begin % CACHE_LINE if size >= _CUT_BYTES else 0
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
