@@ -94,6 +94,12 @@ def proxy(azurite: Azurite, load_module: Callable[[str], Any]) -> Iterator[Any]:
 
 
 @pytest.fixture
+def file_in_the_way(load_module: Callable[[str], Any]) -> Any:
+    """`faults.FileInTheWay`: a file in the place of a folder."""
+    return load_module("faults").FileInTheWay
+
+
+@pytest.fixture
 def bench(load_module: Callable[[str], Any]) -> Any:
     """The module `node`."""
     return load_module("node")

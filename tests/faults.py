@@ -1,10 +1,11 @@
-"""What storage does to its users: a proxy that fails as networks and services do, and file systems that are
-really full or read-only. Loaded by fixtures in conftest.py.
+"""What storage does to its users: a proxy that fails as networks and services do, file systems that are really full
+or read-only, a file where a folder was. Loaded by fixtures in conftest.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import subprocess
 import threading
@@ -12,6 +13,32 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <stdio.h>
+
+
+class FileInTheWay:
+    """A file stands where a folder was, from `place` to `heal`.
+
+    They change places in one system call: a writer that makes missing folders meets the one or the other, and
+    never a moment in which it could put a folder of its own there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._aside = folder, folder.with_name(f"{folder.name}-aside")
+
+    def place(self) -> None:
+        self._aside.write_text("in the way")
+        self._exchange()
+
+    def heal(self) -> None:
+        self._exchange()
+        self._aside.unlink()
+
+    def _exchange(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.renameat2(AT_FDCWD, bytes(self._folder), AT_FDCWD, bytes(self._aside), RENAME_EXCHANGE):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(self._folder))
 
 
 class Proxy:

@@ -66,21 +66,16 @@ def test_path_that_is_forbidden_is_named_and_used_once_it_is_allowed(
 
 
 def test_file_in_the_place_of_the_storage_is_named(
-    tmp_path: Path, start_node: Callable[..., Any], train: Callable[..., Any]
+    tmp_path: Path,
+    start_node: Callable[..., Any],
+    train: Callable[..., Any],
+    file_in_the_way: Callable[[Path], Any],
 ) -> None:
-    root, aside = tmp_path / "storage", tmp_path / "aside"
+    root = tmp_path / "storage"
     training = train(start_node(root.as_uri()))
-
-    def break_down() -> None:
-        root.rename(aside)
-        root.write_text("in the way")
-
-    def heal() -> None:
-        root.unlink()
-        aside.rename(root)
-
+    obstacle = file_in_the_way(root)
     with closing(open_store(root.as_uri())) as store:
-        training.live_through(break_down, heal, "Not a directory|File exists", store)
+        training.live_through(obstacle.place, obstacle.heal, "Not a directory|File exists", store)
         training.check_history(store)
 
 

@@ -51,19 +51,6 @@ dist.destroy_process_group()
 """
 
 
-def break_storage(bench: Any) -> Callable[[], None]:
-    """A file stands where the job's folder was; returns what puts it right."""
-    aside = bench.folder.with_name("aside")
-    bench.folder.rename(aside)
-    bench.folder.write_text("in the way")
-
-    def heal() -> None:
-        bench.folder.unlink()
-        aside.rename(bench.folder)
-
-    return heal
-
-
 def test_agent_that_went_with_its_memory_is_used_again_once_it_is_back(
     bench: Any, start_agent: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,18 +80,21 @@ def test_metrics_beyond_what_a_heartbeat_carries_do_not_end_training(
     assert sum("metrics" in record.message for record in caplog.records) == 1
 
 
-def test_storage_that_fails_does_not_end_training(any_bench: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_storage_that_fails_does_not_end_training(
+    any_bench: Any, file_in_the_way: Callable[[Path], Any], caplog: pytest.LogCaptureFixture
+) -> None:
     state = {"a": torch.zeros(10)}
     checkpointer = any_bench.make(state=state)
     checkpointer.save(1).wait(timeout_seconds=30.0)
-    heal = break_storage(any_bench)
+    obstacle = file_in_the_way(any_bench.folder)
+    obstacle.place()
     with caplog.at_level(logging.ERROR, "stepfast"):
         state["a"].fill_(2.0)
         lost = checkpointer.save(2)
         with pytest.raises((StorageError, CheckpointNotFound), match="step 2"):
             lost.wait(timeout_seconds=2.0)
         checkpointer.step(3)
-    heal()
+    obstacle.heal()
     state["a"].fill_(4.0)
     checkpointer.save(4).wait(timeout_seconds=60.0)
     checkpointer.close(timeout_seconds=60.0)
@@ -124,15 +114,18 @@ def test_rank_that_cannot_write_keeps_no_other_waiting(launcher: Any) -> None:
     assert "step 2 is not committed so far" in done.output
 
 
-def test_close_tells_that_the_newest_save_is_not_committed(any_bench: Any) -> None:
+def test_close_tells_that_the_newest_save_is_not_committed(
+    any_bench: Any, file_in_the_way: Callable[[Path], Any]
+) -> None:
     checkpointer = any_bench.make(state={"a": torch.zeros(10)})
     checkpointer.save(1).wait(timeout_seconds=30.0)
-    heal = break_storage(any_bench)
+    obstacle = file_in_the_way(any_bench.folder)
+    obstacle.place()
     checkpointer.save(2)
 
     with pytest.raises((StorageError, CheckpointNotFound), match="step 2"):
         checkpointer.close(timeout_seconds=2.0)
-    heal()
+    obstacle.heal()
 
 
 def test_agent_killed_in_the_middle_comes_back_and_later_steps_commit(
