@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -37,7 +38,7 @@ from stepfast.torch.checkpoint import Saved
 JOB = JobKey(namespace="local", name="bad-storage")
 STATE_BYTES = 1 << 20
 # Short enough for tests to see many failures, long enough for a request on a busy machine.
-STALL_SECONDS = 1.0  # a save may wait for a busy machine, never for the storage
+STALL_SECONDS = 10.0  # a save may wait for a busy machine, never for the storage
 PATIENCE = ("--storage-deadline", "1.0", "--retry-limit", "0.2")
 
 
@@ -114,7 +115,7 @@ class Node:
             self._process.kill()
             self._process.wait()
             for child in children:
-                if child.is_running():
+                with suppress(psutil.NoSuchProcess):
                     child.kill()
             psutil.wait_procs(children, timeout=10)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -178,7 +179,7 @@ class Training:
         """
         node = self.node
         for _ in range(2):
-            self.save().wait(timeout_seconds=30)
+            self.save().wait(timeout_seconds=90)
         before = verify(store, at_least=[1, 2])
         self.stalls.clear()
         break_down()
@@ -197,11 +198,11 @@ class Training:
 
         heal()
         verify(store, at_least=before)
-        newest.wait(timeout_seconds=30)
+        newest.wait(timeout_seconds=90)
         eventually(lambda: node.error is None, "the status forgets the failure")
         eventually(lambda: node.job().latest_persisted_step == newest.step, "the newest is persisted")
         self.save()
-        self.checkpointer.close(timeout_seconds=30)
+        self.checkpointer.close(timeout_seconds=90)
         assert {*before, newest.step, self.step} <= set(verify(store))
         return newest
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stepfast.slot import SlotRecord, SlotState
-from stepfast_sidecar.flow import DropStep, Effect, Held, Holding, Persist, PersistWindow, RunFlow
+from stepfast_sidecar.flow import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow, RunFlow
 
 RUN = "uid-1"
 
@@ -167,6 +167,16 @@ def test_rank_that_waits_for_its_only_slot_gets_it_once_what_it_holds_is_persist
     assert flow.relieve(0) == []
     flow.persisted(1)
     assert flow.reserve(0, ())[0] is not None
+
+
+@pytest.mark.parametrize("end", ["persist_failed", "persister_lost"])
+def test_rank_looks_again_when_a_step_that_it_may_drop_is_no_longer_being_persisted(end: str) -> None:
+    flow = flow_of(1, slots=2)
+    assert persists(stage(flow, 0, 1)) == [1]
+    stage(flow, 0, 2)
+    assert flow.reserve(0, (1,))[0] is None
+    assert (flow.persist_failed(1) if end == "persist_failed" else flow.persister_lost()) == [Freed(rank=0)]
+    assert flow.reserve(0, (1,))[0] is not None
 
 
 def test_failure_is_tried_again_only_when_it_is_time() -> None:
@@ -327,5 +337,5 @@ class FlowMachine(RuleBasedStateMachine):
             assert self._whole_due() - self.parted == set()
 
 
-FlowMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+FlowMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestFlowKeepsItsPromises = FlowMachine.TestCase

@@ -181,7 +181,7 @@ _NAME = st.from_regex(r"[a-z][a-z0-9_.]{0,10}", fullmatch=True).filter(lambda na
     rank=st.integers(0, 999_999),
     run=st.from_regex(r"[a-z0-9][a-z0-9-]{0,20}-[0-9]", fullmatch=True),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_path_of_a_file_says_what_it_was_made_of(step: int, name: str, rank: int, run: str) -> None:
     found = parse_data_path(data_path(step, run, name, rank, 1_000_000))
     assert found is not None

@@ -79,7 +79,7 @@ def test_message_arrives_as_it_was_sent(message: Message) -> None:
 
 
 @given(cuts=st.lists(st.integers(0, 4000), max_size=20))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_messages_arrive_whole_however_the_stream_is_cut(cuts: list[int]) -> None:
     stream = b"".join(encode(message) for message in EXAMPLES)
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
@@ -95,7 +95,7 @@ def _feed(data: bytes) -> None:
 
 
 @given(data=st.binary(max_size=300))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_random_bytes_raise_nothing_but_protocol_errors(data: bytes) -> None:
     _feed(data)
     _feed(len(data).to_bytes(4, "big") + data)
@@ -114,7 +114,7 @@ _JSON = st.recursive(
 
 
 @given(data=st.data(), example=st.sampled_from([m for m in EXAMPLES if fields(m)]))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_message_with_any_value_in_any_field_raises_nothing_but_protocol_errors(
     data: st.DataObject, example: Message
 ) -> None:

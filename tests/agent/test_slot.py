@@ -120,7 +120,7 @@ def test_record_with_any_byte_flipped_is_not_read_as_another() -> None:
 
 
 @given(page=st.binary(min_size=0, max_size=CONTROL_BYTES))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_garbage_is_an_empty_slot(page: bytes) -> None:
     assert read_control(page).record is None
 
@@ -139,7 +139,7 @@ _ANY = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() 
 
 
 @given(key=st.sampled_from(sorted(asdict(RECORD))), value=_ANY)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_record_with_any_value_in_any_field_is_checked(key: str, value: Any) -> None:
     body = json.dumps({**asdict(RECORD), key: value}).encode()
     record = read_control(_page(_framed(body, rank_record(RECORD)[0]))).record

@@ -25,7 +25,7 @@ _SPECS = st.lists(
 
 
 @given(specs=_SPECS, variable=st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_file_opens_with_the_safetensors_package(specs: list[TensorSpec], variable: dict[str, str]) -> None:
     plan = HeaderPlan(specs, constant={"format": "pt"}, variable_bytes=256)
     header = plan.header({key: value for key, value in variable.items() if key != "format"})
@@ -98,7 +98,7 @@ def test_header_that_cannot_be_is_invalid(data: bytes) -> None:
 
 
 @given(data=st.binary(max_size=200))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_random_bytes_are_an_invalid_header(data: bytes) -> None:
     for candidate in (data, _file(data)):
         try:

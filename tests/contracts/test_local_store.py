@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -321,7 +322,7 @@ def test_importing_the_storage_imports_no_third_party_package() -> None:
 
 
 def test_tmpfs_is_written_too() -> None:
-    place = Path("/dev/shm") / f"stepfast-test-{os.getpid()}"
+    place = Path(tempfile.mkdtemp(prefix="stepfast-test-", dir="/dev/shm"))
     store = LocalStore(place)
     try:
         upload = begin(store, "step/x", CHUNK_BYTES + 1)

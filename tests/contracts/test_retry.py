@@ -86,6 +86,20 @@ def test_an_operation_never_sleeps_past_its_deadline() -> None:
     assert isinstance(caught.value.__cause__, StorageUnavailable)
 
 
+def test_failure_before_an_attempt_that_the_deadline_cut_off_is_told() -> None:
+    clock = Clock()
+
+    def operation(attempt: Attempt) -> str:
+        if attempt.number < 2:
+            raise StorageUnavailable("read x: 503")
+        clock.now += attempt.remaining_seconds
+        raise StorageUnavailable("read x: no answer in time")
+
+    told = r"^read x: no answer in time \(attempts: 3, in 1\.0 s; the one before: read x: 503\)$"
+    with pytest.raises(StorageUnavailable, match=told):
+        retry(clock, deadline_seconds=1.0).run(operation)
+
+
 def test_attempts_know_what_the_deadline_leaves_them() -> None:
     clock = Clock()
     attempts: list[Attempt] = []

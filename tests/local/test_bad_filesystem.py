@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -87,7 +88,7 @@ def test_storage_that_stands_still_delays_commits_and_nothing_else(
     environment = {"PYTHONPATH": python_path, "STEPFAST_HELD_WHILE": str(gate)}
     node = start_node(root.as_uri(), environment=environment)
     training = train(node)
-    training.save().wait(timeout_seconds=30)
+    training.save().wait(timeout_seconds=90)
     gate.touch()
     training.stalls.clear()
     training.save_until(lambda: node.job().saves.dropped > 5, "older steps are given up for newer ones")
@@ -96,7 +97,7 @@ def test_storage_that_stands_still_delays_commits_and_nothing_else(
     with closing(open_store(root.as_uri())) as store:
         assert bench.verify(store) == [1]
         gate.unlink()
-        newest.wait(timeout_seconds=30)
+        newest.wait(timeout_seconds=90)
         assert newest.step in bench.verify(store, at_least=[1])
         training.check_history(store)
 
@@ -110,8 +111,8 @@ def test_step_that_is_on_its_way_survives_the_commit_of_a_newer_one(
     with closing(open_store(root.as_uri())) as store:
         upload = store.upload(f"{bench.JOB}/global_step1/state-of-another-node", 1)
         training.step = 1
-        training.save().wait(timeout_seconds=30)
-        training.save().wait(timeout_seconds=30)  # by now the retention after the first has begun
+        training.save().wait(timeout_seconds=90)
+        training.save().wait(timeout_seconds=90)  # by now the retention after the first has begun
         training.end()
         node.terminate()  # and is over
         upload.put(0, memoryview(b"1"))
@@ -129,7 +130,7 @@ def test_save_waits_for_a_slot_and_goes_on_when_the_storage_heals(
     place = tmpfs("size=64m")
     node = start_node(place.as_uri(), memory_limit=two_slots(bench))
     training = train(node, on_busy=OnBusy.WAIT)
-    training.save().wait(timeout_seconds=30)
+    training.save().wait(timeout_seconds=90)
     bench.eventually(lambda: tmpfs.remount(place, "ro"), "nobody writes")
     training.save()
     training.save()
@@ -142,10 +143,12 @@ def test_save_waits_for_a_slot_and_goes_on_when_the_storage_heals(
         assert node.job().saves.count == 3
     finally:
         tmpfs.remount(place, "rw")
-        saving.join(30)
+        saving.join(90)
     assert not saving.is_alive()
-    training.checkpointer.close(timeout_seconds=30)
+    training.checkpointer.close(timeout_seconds=90)
     with closing(open_store(place.as_uri())) as store:
+        # A close waits for the newest step alone.
+        bench.eventually(lambda: bench.committed(store) == [1, 2, 3, 4], "what was held up is committed too")
         assert bench.verify(store) == [1, 2, 3, 4]
         training.check_history(store)
     assert node.job().saves.dropped == 0
@@ -161,15 +164,14 @@ def test_state_larger_than_memory_goes_on_where_the_disk_was_full(
     saving = threading.Thread(target=training.save, name="training")
     saving.start()
     try:
-        bench.eventually(lambda: node.error, "the status says why")
-        assert "step 1 is not persisted" in node.error
-        assert place.as_uri() in node.error
-        assert "No space left on device" in node.error
+        # One reading for all: when another window succeeds meanwhile, there is no error for a moment.
+        says = f"step 1 is not persisted: {place.as_uri()}: .*No space left on device"
+        bench.eventually(lambda: re.search(says, node.error or ""), "the status says why")
     finally:
         tmpfs.remount(place, "size=128m")
-        saving.join(30)
+        saving.join(90)
     assert not saving.is_alive()
-    training.checkpointer.close(timeout_seconds=30)
+    training.checkpointer.close(timeout_seconds=90)
     assert node.error is None
     with closing(open_store(place.as_uri())) as store:
         assert bench.verify(store) == [1]
@@ -189,9 +191,9 @@ for line in sys.stdin:
         saves[step] = checkpointer.save(int(step))
         said = [saves[step].saved, saves[step].stall_seconds]
     elif command == "wait":
-        saves[step].wait(timeout_seconds=30)
+        saves[step].wait(timeout_seconds=90)
     else:
-        checkpointer.close(timeout_seconds=30)
+        checkpointer.close(timeout_seconds=90)
     print(json.dumps(said), flush=True)
 """
 
@@ -278,6 +280,7 @@ def test_saves_without_a_free_slot_are_skipped_by_the_whole_gang_and_counted(
     assert [done for done, _ in ranks.do("save", 13)] == [True, True]
     ranks.do("close")
     with closing(open_store(place.as_uri())) as store:
-        assert {1, 2, 3, 13} <= set(bench.verify(store))
+        bench.eventually(lambda: {1, 2, 3, 13} <= set(bench.committed(store)), "what was held up is committed too")
+        bench.verify(store)
     bench.eventually(lambda: node.error is None, "the status forgets the failure")
     assert node.job().saves.skipped <= 9

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             process.kill()
         process.wait()
     for left in _processes_in(tmp_path):
-        left.kill()
+        with suppress(psutil.NoSuchProcess):
+            left.kill()
 
 
 def _processes_in(folder: Path) -> list[psutil.Process]:
@@ -190,7 +192,7 @@ kind: TrainingJob
 metadata: {name: train}
 spec:
   trainer: {command: [torchrun, --, train.py, %s], numProcPerNode: 1}
-  failurePolicy: {flushTimeoutSeconds: 3}
+  failurePolicy: {flushTimeoutSeconds: %d}
 """
 
 
@@ -199,7 +201,8 @@ def test_last_step_that_the_storage_did_not_take_is_no_success_and_persisted_by_
 ) -> None:
     (tmp_path / "train.py").write_text(LOST_STORAGE)
     storage = tmp_path / ".stepfast" / "checkpoints"
-    (tmp_path / "job.yaml").write_text(LOST_STORAGE_JOB % storage)
+    job = tmp_path / "job.yaml"
+    job.write_text(LOST_STORAGE_JOB % (storage, 3))
     assert _finish(start("-f", "job.yaml"), tmp_path) == 1
     failed, log = _summary(tmp_path), (tmp_path / "run.log").read_text()
     assert failed["state"] == "Failed"
@@ -208,6 +211,7 @@ def test_last_step_that_the_storage_did_not_take_is_no_success_and_persisted_by_
 
     assert _finish(start("-f", "job.yaml"), tmp_path) == 1, "the storage is still away"
     storage.unlink()
+    job.write_text(LOST_STORAGE_JOB % (storage, 120))
     assert _finish(start("-f", "job.yaml"), tmp_path) == 0, (tmp_path / "run.log").read_text()[-6000:]
     assert _committed(tmp_path) == [5]
     assert _summary(tmp_path)["checkpoint"]["restoredStep"] == 5

@@ -111,7 +111,7 @@ def look(world: Any, *, is_killed: bool) -> None:
         assert [gang.run for gang in world.gangs.values() if gang.lives] == [world.launches[-1].run]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=st.lists(st.sampled_from(sorted(EVENTS)), max_size=50))
 def test_invariants_hold_whatever_happens(make_world: Callable[..., Any], events: list[str]) -> None:
     world = make_world(failurePolicy={"maxRestarts": 4, "flushTimeoutSeconds": 10})
@@ -122,7 +122,7 @@ def test_invariants_hold_whatever_happens(make_world: Callable[..., Any], events
     assert len(launched) == len(set(launched))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=st.lists(st.sampled_from(sorted(EVENTS)), max_size=30))
 def test_left_alone_every_job_comes_to_rest(make_world: Callable[..., Any], events: list[str]) -> None:
     """No sequence of events leaves the loop spinning, or waiting for something that will not come."""

@@ -36,11 +36,12 @@ def equal(a: Any, b: Any, where: str) -> None:
 
 @pytest.mark.parametrize("with_agent", [True, False], ids=["agent", "no agent"])
 @pytest.mark.parametrize("example", SIZES)
-def test_killed_and_resumed_run_ends_as_the_undisturbed_one(
+def test_killed_and_resumed_run_ends_as_the_undisturbed_one(  # noqa: PLR0917  # fixtures
     example: str,
     with_agent: bool,
     start_agent: Callable[..., Any],
     make_launcher: Callable[..., Any],
+    until: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
     script = EXAMPLES / example / "train.py"
@@ -57,6 +58,8 @@ def test_killed_and_resumed_run_ends_as_the_undisturbed_one(
     first = killed.run(script, *arguments, *crash, ranks=2, agent=agents[1])
     assert first.code != 0
     assert "kills itself after step 17" in first.output
+    # A launcher waits for the flush; here the second may be faster than it.
+    until(lambda: list(killed.bench.folder.glob("*/manifest.json")), "a commit of what the first has saved")
     second = killed.run(
         script, *arguments, *crash, "--final-state", str(tmp_path / "b"), ranks=2, agent=agents[1], attempt=2
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
 
+import pytest
+
+import stepfast
 import stepfast.errors
 import stepfast.torch
 
@@ -32,6 +36,15 @@ def test_import_takes_less_than_fifty_milliseconds() -> None:
         return sum(int(line[1]) for line in lines if len(line) == 3 and line[2].strip() == "stepfast") / 1000
 
     assert 0.0 < min(once() for _ in range(5)) < 50.0  # the others met a busy machine
+
+
+def test_names_of_the_package_are_there_when_asked_for() -> None:
+    assert {name: getattr(stepfast, name) for name in stepfast.__all__} == {
+        "Tier": stepfast.torch.Tier,
+        "__version__": importlib.metadata.version("stepfast"),
+    }
+    with pytest.raises(AttributeError, match="no attribute 'Teir'"):
+        _ = stepfast.Teir
 
 
 def test_public_names_are_these() -> None:

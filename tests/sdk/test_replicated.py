@@ -33,7 +33,7 @@ def bases(draw: st.DrawFn) -> list[Base]:
 WIDTHS = {"float32": 4, "bfloat16": 2, "int64": 8, "complex128": 16, "bool": 1}
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(found=bases(), world_size=st.integers(1, 70))
 def test_division_covers_every_row_once_and_evenly(found: list[Base], world_size: int) -> None:
     owned = divide(found, world_size)

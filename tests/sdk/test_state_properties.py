@@ -66,7 +66,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 NESTS = st.recursive(VALUES | tensors() | ARRAYS, containers, max_leaves=12)
 
 
-@settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 @given(state=st.dictionaries(KEYS, NESTS, max_size=4))
 def test_any_nest_comes_back_bit_for_bit(
     state: dict[Any, Any], round_trip: Callable[..., Any], assert_same: Callable[..., None]

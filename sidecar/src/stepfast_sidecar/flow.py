@@ -207,8 +207,7 @@ class RunFlow:
         """The step could not be persisted; nothing is tried again before `retry`."""
         self._steps.setdefault(step, _Step()).persisting = False
         self._blocked = True
-        self._mark(step, Held.STAGED)
-        return []
+        return [Freed(rank=rank) for rank in self._mark(step, Held.STAGED)]
 
     def retry(self) -> list[Effect]:
         """The time to try again has come."""
@@ -226,6 +225,7 @@ class RunFlow:
             if holding.held is Held.PERSISTING:
                 if self._step(holding) is not None:
                     self.holdings[key] = replace(holding, held=Held.STAGED)
+                    effects.append(Freed(rank=holding.rank))
                 elif holding.record is not None:
                     effects += self.window_lost(*key, holding.record)
         return effects

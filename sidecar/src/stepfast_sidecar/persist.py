@@ -62,9 +62,9 @@ class MappedSlot:
         self._ref = ref
         descriptor = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.fstat(descriptor).st_size < CONTROL_BYTES + ref.window_bytes:
-                raise SlotDamaged(f"the slot of rank {ref.rank} was truncated")
             self._map = mmap.mmap(descriptor, CONTROL_BYTES + ref.window_bytes, prot=mmap.PROT_READ)
+        except ValueError as error:  # the file is shorter than that
+            raise SlotDamaged(f"the slot of rank {ref.rank} was truncated") from error
         finally:
             os.close(descriptor)
         self._whole = memoryview(self._map)

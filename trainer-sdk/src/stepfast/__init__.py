@@ -4,8 +4,19 @@ Importing this package costs nothing: no third-party package, no torch. The SDK 
 `stepfast.torch`; errors are in `stepfast.errors`.
 """
 
-from stepfast.step import Tier
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepfast.step import Tier
 
 __all__ = ["Tier", "__version__"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name == "Tier":
+        from stepfast.step import Tier
+
+        return Tier
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

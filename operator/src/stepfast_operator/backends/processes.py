@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-_EXEC_READS = 10
-_EXEC_READ_SECONDS = 0.001
+_EXEC_SECONDS = 2.0  # an exec may wait for a busy machine, or for the disk that the program is on
+_EXEC_POLL_SECONDS = 0.001
 
 
 def marked(name: str, matches: Callable[[str], bool]) -> dict[int, str]:
@@ -47,20 +47,32 @@ def started_with(pid: int, name: str) -> str | None:
 def _environment(pid: int) -> bytes:
     """The block the process was started with; empty when it is gone, a zombie, or a thread of the kernel.
 
-    In the middle of an exec the block is empty for a moment: a process that is read then must not be missed,
-    or a gang could be taken for ended while it starts.
+    In the middle of an exec it is empty too, for as long as the kernel needs: a process that is read then must not
+    be missed, or a gang could be taken for ended while it starts.
     """
-    for _ in range(_EXEC_READS):
+    deadline = time.monotonic() + _EXEC_SECONDS
+    while True:
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
                 environment = file.read()
             if environment:
                 return environment
             os.readlink(f"/proc/{pid}/exe")  # what has no program is no process that could be in an exec
+            if _has_none(pid) or time.monotonic() > deadline:
+                return b""
         except OSError:
             return b""
-        time.sleep(_EXEC_READ_SECONDS)
-    return b""
+        time.sleep(_EXEC_POLL_SECONDS)
+
+
+def _has_none(pid: int) -> bool:
+    """Whether the process was started without any environment: the block ends where it begins, and that is no exec
+    that has not filled it yet, as the program's place in memory, which comes after it, is known.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()  # proc(5), from field 3 on; a name may hold anything
+    begin_of_code, begin, end = (int(fields[number - 3]) for number in (26, 50, 51))
+    return begin_of_code != 0 and begin == end
 
 
 def signal_marked(name: str, matches: Callable[[str], bool], number: signal.Signals) -> list[int]:

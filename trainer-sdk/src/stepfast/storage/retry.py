@@ -43,9 +43,13 @@ class Retry:
 
     def run(self, operation: Callable[[Attempt], T]) -> T:
         """The operation's result. Raises its last StorageUnavailable once the deadline leaves no time for
-        another attempt, and any other error at once."""
+        another attempt, and any other error at once.
+
+        The last attempt may have been cut off by the deadline alone: the failure before it is named too.
+        """
         start = self.clock()
         number = 0
+        before = ""
         while True:
             remaining = self.deadline_seconds - (self.clock() - start)
             try:
@@ -56,5 +60,9 @@ class Retry:
                 elapsed = self.clock() - start
                 number += 1
                 if elapsed + delay >= self.deadline_seconds:
-                    raise StorageUnavailable(f"{error} (attempts: {number}, in {elapsed:.1f} s)") from error
+                    tried = f"attempts: {number}, in {elapsed:.1f} s"
+                    if before not in {"", str(error)}:
+                        tried += f"; the one before: {before}"
+                    raise StorageUnavailable(f"{error} ({tried})") from error
+                before = str(error)
                 self.sleep(delay)
