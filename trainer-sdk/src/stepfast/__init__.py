@@ -4,8 +4,7 @@ Importing this package costs nothing: no third-party package, no torch. The SDK 
 `stepfast.torch`; errors are in `stepfast.errors`.
 """
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # type checkers take it for true; `typing` would be most of what this import costs
 if TYPE_CHECKING:
     from stepfast.step import Tier
 
