@@ -38,7 +38,7 @@ from stepfast.torch.checkpoint import Saved
 JOB = JobKey(namespace="local", name="bad-storage")
 STATE_BYTES = 1 << 20
 # Short enough for tests to see many failures, long enough for a request on a busy machine.
-STALL_SECONDS = 10.0  # a save may wait for a busy machine, never for the storage
+STALL_SECONDS = 1.0  # a save may wait for a busy machine, never for the storage
 PATIENCE = ("--storage-deadline", "1.0", "--retry-limit", "0.2")
 
 

@@ -41,7 +41,7 @@ def open_behind_proxy(azurite: Azurite, proxy: Proxy) -> Iterator[Callable[[floa
         filesystem = adlfs.AzureBlobFileSystem(
             connection_string=azurite.connection_string(proxy.port), skip_instance_cache=True
         )
-        retry = Retry(deadline_seconds=90, first_delay_seconds=0.01)
+        retry = Retry(deadline_seconds=20, first_delay_seconds=0.01)
         container = azurite.new_container()
         opened.append(
             AzureStore(filesystem, container, "root", uri="abfs://test", timeout_seconds=timeout_seconds, retry=retry)
@@ -75,7 +75,7 @@ def test_create_is_exact_whatever_the_network_does(store: AzureStore, proxy: Pro
 
 
 def test_answer_that_is_slow_is_waited_for(open_behind_proxy: Callable[[float], AzureStore], proxy: Proxy) -> None:
-    store = open_behind_proxy(60.0)
+    store = open_behind_proxy(20.0)
     proxy.fail("slow", "slow", matching="PUT")
     assert store.create("step/manifest.json", b"mine") is True
     assert proxy.faults == ["slow"]

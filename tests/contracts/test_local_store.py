@@ -323,7 +323,7 @@ def test_importing_the_storage_imports_no_third_party_package() -> None:
 
 def test_tmpfs_is_written_too() -> None:
     place = Path(tempfile.mkdtemp(prefix="stepfast-test-", dir="/dev/shm"))
-    store = LocalStore(place)
+    store = LocalStore(place / "storage")
     try:
         upload = begin(store, "step/x", CHUNK_BYTES + 1)
         put_all(upload, pages(CHUNK_BYTES + 1))
@@ -331,4 +331,5 @@ def test_tmpfs_is_written_too() -> None:
         assert store.read("step/x") == b"n" * (CHUNK_BYTES + 1)
     finally:
         store.delete_folder("step")
+        (place / "storage").rmdir()
         place.rmdir()

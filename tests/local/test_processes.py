@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
 
 import pytest
 
@@ -36,40 +38,31 @@ def slow_processor() -> Iterator[int]:
         busy.wait()
 
 
+@contextmanager
+def chain(execs: int, *before: str, environment: dict[str, str]) -> Iterator[tuple[int, IO[bytes]]]:
+    """A process that replaces itself so many times, started by way of `before`: its pid and output."""
+    command = [*before, sys.executable, "-I", "-S", "-c", CHAIN, str(execs), CHAIN]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            yield process.pid, process.stdout
+        finally:
+            process.kill()
+
+
 def test_a_process_in_the_middle_of_an_exec_is_not_missed(slow_processor: int) -> None:
-    process = subprocess.Popen(
-        ["taskset", "--cpu-list", str(slow_processor), "nice", "-n", "10",
-         sys.executable, "-I", "-S", "-c", CHAIN, "60", CHAIN],
-        env={**os.environ, "STEPFAST_TEST_MARK": "exec-chain"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdin is not None
-    try:
-        os.set_blocking(process.stdout.fileno(), False)
+    often_interrupted = ("taskset", "--cpu-list", str(slow_processor), "nice", "-n", "10")
+    marked = {**os.environ, "STEPFAST_TEST_MARK": "exec-chain"}
+    with chain(60, *often_interrupted, environment=marked) as (pid, output):
+        os.set_blocking(output.fileno(), False)
         looks = 0
-        while not process.stdout.read():
-            assert processes.started_with(process.pid, "STEPFAST_TEST_MARK") == "exec-chain"
+        while not output.read():
+            assert processes.started_with(pid, "STEPFAST_TEST_MARK") == "exec-chain"
             looks += 1
         assert looks > 100
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
 
 
 def test_a_process_that_was_given_no_environment_is_no_exec_to_wait_for() -> None:
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", CHAIN, "0", ""], env={}, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE)  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdin is not None
-    try:
-        assert process.stdout.readline() == b"done\n"
-        assert processes.started_with(process.pid, "STEPFAST_TEST_MARK") is None
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+    with chain(0, environment={}) as (pid, output):
+        assert output.readline() == b"done\n"
+        assert processes.started_with(pid, "STEPFAST_TEST_MARK") is None
