@@ -100,7 +100,7 @@ spec:
     spec = run.job.spec
     assert str(run.job.job) == "team/gpt"
     assert spec.trainer.num_proc_per_node is None
-    assert spec.trainer.env == (("A", "1"), ("B", "2=3"))
+    assert [(variable.name, variable.value) for variable in spec.trainer.env] == [("A", "1"), ("B", "2=3")]
     assert (spec.failure_policy.max_restarts, spec.failure_policy.max_restarts_without_progress) == (1, 2)
     assert (spec.checkpoint.memory.size_limit, spec.checkpoint.interval) == (2**30, Interval(steps=50))
     assert (spec.checkpoint.resume_policy, spec.checkpoint.resume_from_step) == (ResumePolicy.STEP, 4)

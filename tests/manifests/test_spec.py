@@ -9,6 +9,8 @@ import pytest
 
 from stepfast.errors import SpecError
 from stepfast.step import OnBusy
+from stepfast_operator.podtemplate import EnvVar
+from stepfast_operator.quantities import parse_quantity
 from stepfast_operator.spec import (
     API_VERSION,
     ExitCodeOperator,
@@ -19,7 +21,6 @@ from stepfast_operator.spec import (
     TrainingJob,
     parse_interval,
     parse_manifest,
-    parse_quantity,
     settings_text,
 )
 from stepfast_operator.torchrunoptions import script_of
@@ -68,9 +69,10 @@ def test_full_manifest_is_read() -> None:
     spec = job.spec
     assert str(job.job) == "local/gpt"
     assert spec.trainer.args == ("train.py", "--lr", "0.1")
-    assert spec.trainer.env == (("A", "1"), ("B", ""))
+    assert spec.trainer.env == (EnvVar(name="A", value="1"), EnvVar(name="B"))
     assert (spec.trainer.num_nodes, spec.trainer.num_proc_per_node) == (2, 8)
     rule = spec.failure_policy.rules[0]
+    assert rule.on_exit_codes is not None
     assert (rule.action, rule.on_exit_codes.operator) == (RuleAction.FAIL_JOB, ExitCodeOperator.NOT_IN)
     assert rule.on_exit_codes.matches(3)
     assert not rule.on_exit_codes.matches(2)
@@ -247,15 +249,17 @@ def test_mistake_around_the_spec_names_its_field(change: dict[str, Any], field: 
     assert caught.value.field == field
 
 
-def test_fields_for_a_cluster_are_named_and_left_out() -> None:
+def test_fields_for_a_cluster_are_named() -> None:
     job = parse(
         suspend=False,
-        podGroupPolicy={"volcano": {"queue": "q"}},
+        ttlSecondsAfterFinished=5,
         trainer={"command": ["x"], "image": "i", "resourcesPerNode": {}},
+        checkpoint={"maxStalenessSeconds": 5, "secretRef": {"name": "s"}},
     )
     assert set(job.cluster_only) == {
         "spec.suspend",
-        "spec.podGroupPolicy",
+        "spec.ttlSecondsAfterFinished",
+        "spec.checkpoint.secretRef",
         "spec.trainer.image",
         "spec.trainer.resourcesPerNode",
     }

@@ -65,7 +65,7 @@ def test_rank_that_the_agent_saw_die_ends_the_attempt_when_nobody_tells_its_exit
 ) -> None:
     world = make_world()
     world.start()
-    dead = DeadRank(rank=1, node="node-0", ended_time=world.now)
+    dead = DeadRank(rank=1, node="node-0", ended_time=world.now, run="uid-1")
     observe = world.observe
 
     async def with_dead(status: Status) -> Observed:

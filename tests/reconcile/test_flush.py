@@ -104,7 +104,7 @@ def test_rank_that_succeeded_without_a_goodbye_has_not_failed_while_its_steps_ar
     world.start(staged=10)
     world.is_commit_held = True
     world.succeed()
-    dead = DeadRank(rank=1, node="node-0", ended_time=world.now)
+    dead = DeadRank(rank=1, node="node-0", ended_time=world.now, run="uid-1")
     observe = world.observe
 
     async def with_dead(status: Status) -> Observed:

@@ -63,6 +63,11 @@ class SupersedeAfter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteJob:
+    """Delete the job's object: it has been over for `ttlSecondsAfterFinished`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSteps:
     """Read the committed steps and decide again in the same pass."""
 
@@ -160,7 +165,7 @@ class RequeueAfter:
     seconds: float
 
 
-Effect: TypeAlias = LaunchGang | StopGang | StartAgent | FlushRun | RequestSave | SupersedeAfter
+Effect: TypeAlias = LaunchGang | StopGang | StartAgent | FlushRun | RequestSave | SupersedeAfter | DeleteJob
 Record: TypeAlias = (
     PlanAttempt
     | EndAttempt

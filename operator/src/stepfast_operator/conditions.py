@@ -19,12 +19,13 @@ def conditions_of(status: Status, before: Status, now: float) -> tuple[Condition
     terminal = _terminal(status)
     if terminal is not None:
         found.append(terminal)
-    return tuple(_dated(condition, before.condition(condition.type), now) for condition in found)
+    generation = status.observed_generation
+    return tuple(_dated(condition, before.condition(condition.type), now, generation) for condition in found)
 
 
-def _dated(condition: Condition, old: Condition | None, now: float) -> Condition:
-    is_same = old is not None and old.status == condition.status
-    return replace(condition, last_transition_time=old.last_transition_time if old is not None and is_same else now)
+def _dated(condition: Condition, old: Condition | None, now: float, generation: int | None) -> Condition:
+    since = old.last_transition_time if old is not None and old.status == condition.status else now
+    return replace(condition, last_transition_time=since, observed_generation=generation)
 
 
 def _make(kind: ConditionType, holds: bool, reason: str, message: str = "") -> Condition:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from stepfast.nodestatus import JobStatus
-from stepfast.step import JobKey
+from stepfast.step import JobKey, restarted_run, split_run
 from stepfast_operator.record import Cause, Status
 from stepfast_operator.spec import TrainingSpec
 
@@ -40,7 +40,11 @@ class Intent(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What is known of the end of an attempt. `exit_code` is 128 + signal for a rank that a signal killed."""
+    """What is known of the end of an attempt. `exit_code` is 128 + signal for a rank that a signal killed.
+
+    `reason` is Kubernetes' own word, of the container or the pod (`OOMKilled`, `Evicted`), `pod_conditions` the pod's
+    conditions as (type, status).
+    """
 
     cause: Cause
     time: float
@@ -48,18 +52,23 @@ class Failure:
     rank: int | None = None
     exit_code: int | None = None
     message: str = ""
+    pod: str | None = None
+    reason: str | None = None
+    pod_conditions: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     """One node's share of the gang. `failure` may be there while the phase is still Running: a rank died
-    already.
+    already. `node` is where it runs, or the pod's name while it runs nowhere; `message` says why it is pending.
     """
 
     index: int
     node: str
     phase: WorkerPhase
     failure: Failure | None = None
+    pod: str | None = None
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +82,25 @@ class Gang:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadRank:
-    """A rank whose connection to the agent ended without a goodbye and whose process is gone."""
+    """A rank whose connection to the agent ended without a goodbye and whose process is gone.
+
+    `run` is the one that it joined: after an in-place restart not that of the attempt.
+    """
 
     rank: int
     node: str
     ended_time: float
+    run: str
+
+
+def dead_ranks_of(node: str, reports: Iterable[JobStatus]) -> list[DeadRank]:
+    """The ranks that a node's agent saw die: their connections ended without a goodbye."""
+    return [
+        DeadRank(rank=rank.rank, node=node, ended_time=rank.ended_time, run=report.run)
+        for report in reports
+        for rank in report.ranks
+        if not rank.alive and not rank.clean and rank.ended_time is not None
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +117,13 @@ class Observed:
     """One look at the world. `now` is seconds since the epoch.
 
     `gang` is that of the current attempt, None when it was never launched. `live_runs` are the runs of this
-    job that still have a living process or pod. `reports` are the agents' views of this job's runs.
+    job that still have a living process or pod. `reports` are the agents' views of this job's runs, one for each node
+    and run; those of nodes that are lost are left out: nobody waits for what they hold. `awaited_agents` names the
+    nodes whose agents have yet to answer the last FlushRun or RequestSave: what they report is older than it.
     `began_time` is when this operator (this `stepfast run`) began to look: what was due before it nobody could do.
     `command` names the command that asks for `resumeFromStep`, unlike any before it; None when the manifest does.
     `committed` is None until a decision asked to read it; `storage_error` says in a line why reading failed, and
-    `is_storage_forbidden` that waiting will not mend it.
+    `is_storage_forbidden` that waiting will not mend it. `generation` is the manifest's, None on one machine.
     """
 
     now: float
@@ -111,6 +136,7 @@ class Observed:
     live_runs: frozenset[str] = frozenset()
     agent: AgentState = AgentState.ELSEWHERE
     reports: Sequence[JobStatus] = ()
+    awaited_agents: tuple[str, ...] = ()
     dead_ranks: Sequence[DeadRank] = ()
     committed: Sequence[Committed] | None = None
     storage_error: str | None = None
@@ -118,13 +144,28 @@ class Observed:
     began_time: float = 0.0
     command: str | None = None
     storage_uri: str = ""
+    generation: int | None = None
+
+    def newest_run(self, run: str) -> str:
+        """The run as its ranks call it now: after the newest in-place restart that an agent knows of."""
+        return restarted_run(run, max((restarts for _, restarts in self._launches_of(run)), default=0))
 
     def reports_of(self, run: str) -> list[JobStatus]:
-        return [report for report in self.reports if report.run == run]
+        """What the agents say of the run since its newest in-place restart."""
+        newest = self.newest_run(run)
+        return [report for report in self.reports if report.run == newest]
+
+    def all_reports_of(self, run: str) -> list[JobStatus]:
+        """What the agents say of the run and of all its in-place restarts."""
+        return [report for report, _ in self._launches_of(run)]
+
+    def _launches_of(self, run: str) -> list[tuple[JobStatus, int]]:
+        split = ((report, split_run(report.run)) for report in self.reports)
+        return [(report, restarts) for report, (base, restarts) in split if base == run]
 
     def has_pending(self, run: str) -> bool:
         """Whether the agents still have to persist or to commit something of the run.
 
         Bytes alone do not tell: a part that is written holds none, and is no step before its manifest is there (I1).
         """
-        return any(report.pending_bytes > 0 or report.pending_steps for report in self.reports_of(run))
+        return any(report.pending_bytes > 0 or report.pending_steps for report in self.all_reports_of(run))

@@ -13,6 +13,7 @@ from typing import assert_never
 from stepfast.errors import AgentUnavailable, StorageError, StorageForbidden
 from stepfast_operator.actions import (
     Decision,
+    DeleteJob,
     Effect,
     FlushRun,
     LaunchGang,
@@ -102,5 +103,7 @@ async def _apply_one(backend: Backend, effect: Effect) -> None:
             await backend.request_save(effect.run)
         case SupersedeAfter():
             await backend.supersede_after(effect.step)
+        case DeleteJob():
+            await backend.delete_job()
         case _:
             assert_never(effect)

@@ -42,6 +42,10 @@ class Cause(StrEnum):
 
     RANK_FAILED = "RankFailed"  # a rank exited with an error or was killed
     WORKER_FAILED = "WorkerFailed"  # a node's torchrun ended without a rank to blame
+    OOM_KILLED = "OOMKilled"  # a container went over its memory limit
+    POD_DELETED = "PodDeleted"  # by somebody else than the operator
+    POD_EVICTED = "PodEvicted"  # preempted, drained, evicted: condition DisruptionTarget
+    NODE_LOST = "NodeLost"  # the pod's node is NotReady or gone
     HANG_DETECTED = "HangDetected"
     SUPERVISOR_RESTARTED = "SupervisorRestarted"  # `stepfast run` itself was killed, its gang with it
     DEADLINE = "Deadline"
@@ -74,6 +78,7 @@ class Condition:
     reason: str
     message: str = ""
     last_transition_time: float = 0.0
+    observed_generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +99,8 @@ class Metric:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStatus:
     global_step: int | None = None
+    progress_percentage: int | None = None  # of the steps that the script says it will make
+    estimated_remaining_seconds: int | None = None
     steps_per_second: float | None = None
     metrics: tuple[Metric, ...] = ()
     last_updated_time: float | None = None
@@ -137,6 +144,7 @@ class LastFailure:
     reason: Cause
     rule: str | None = None
     action: str | None = None
+    pod: str | None = None
     node: str | None = None
     rank: int | None = None
     exit_code: int | None = None
@@ -239,6 +247,7 @@ class ResumeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
+    observed_generation: int | None = None  # of the spec that this status follows from; None on one machine
     state: State = State.PENDING
     attempt: int = 0
     restarts: int = 0

@@ -1,7 +1,7 @@
 """The TrainingJob manifest as frozen values, checked. Pure; past this module no `Any`.
 
-Fields of the API whose behaviour needs a cluster are accepted, so that one manifest runs in both places, and
-named in `cluster_only` for a notice; anything else that is unknown is refused with its path and the nearest
+Fields whose behaviour needs a cluster are read everywhere, so that one manifest runs in both places, and named in
+`cluster_only` for a notice where there is none; anything that is unknown is refused with its path and the nearest
 known name.
 """
 
@@ -12,31 +12,28 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from stepfast.errors import SpecError
-from stepfast.layout import CHUNK_BYTES
-from stepfast.slot import CONTROL_BYTES
 from stepfast.step import JobKey, OnBusy
 from stepfast_operator.document import JSON, decode
+from stepfast_operator.podtemplate import EnvVar, PodTemplate, parse_env, parse_resources
+from stepfast_operator.quantities import check_memory, parse_processes, parse_quantity, parse_strings
 from stepfast_operator.torchrunoptions import check_command, check_environment
 
 API_VERSION = "stepfast.dev/v1alpha1"
 KIND = "TrainingJob"
+MANAGED_BY = "stepfast.dev/operator"
 
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([KMGTPE]i|[kMGTPE]|m|)")
-_FACTORS = {"": 1, "k": 10**3, **{unit: 10 ** (3 * power) for power, unit in enumerate("MGTPE", 2)}}
-_FACTORS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGTPE", 1)}
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_CLUSTER_ONLY = frozenset(
-    {"managedBy", "ttlSecondsAfterFinished", "elasticPolicy", "template", "podGroupPolicy", "spot",
-     "nodeExclusionPolicy", "suspend"}
-)  # fmt: skip
+# Of the API, without a meaning on one machine.
+_CLUSTER_ONLY = frozenset({"managedBy", "ttlSecondsAfterFinished", "template", "spot", "suspend"})
 _CLUSTER_ONLY_INNER = {
     "trainer": frozenset({"image", "resourcesPerNode"}),
     "failurePolicy": frozenset({"restartStrategy", "maxInPlaceRestarts", "podDeletionGraceSeconds"}),
-    "checkpoint": frozenset({"secretRef", "maxStalenessSeconds"}),
+    "checkpoint": frozenset({"secretRef"}),
 }
+# Designed, and not built yet: whoever writes one of them is told so, and not that it is misspelt.
+_PLANNED = frozenset({"elasticPolicy", "podGroupPolicy", "nodeExclusionPolicy"})
+_PLANNED_IN_RULES = frozenset({"onNodeConditions", "excludeNode"})
 
 
 class RuleAction(StrEnum):
@@ -69,29 +66,11 @@ class ExitCodeOperator(StrEnum):
     NOT_IN = "NotIn"
 
 
-def parse_quantity(value: JSON, path: str) -> int:
-    """A Kubernetes quantity (`64Gi`, `500M`, `200000000`) in bytes. Raises SpecError."""
-    match = _QUANTITY.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
-    if match is None or match.group(2) == "m":
-        raise SpecError(path, f"{value!r} is no size: write bytes, or as in 64Gi or 500M")
-    return int(float(match.group(1)) * _FACTORS[match.group(2)])
+class RestartStrategy(StrEnum):
+    """What follows the death of a rank. IN_PLACE: first torchrun starts the ranks anew inside the pods that live."""
 
-
-def check_memory(size_bytes: int, ranks: int, path: str) -> None:
-    """Raises SpecError when so much memory is too little for that many ranks: each needs room for one chunk."""
-    least = ranks * (CHUNK_BYTES + CONTROL_BYTES)
-    if size_bytes < least:
-        share = "a rank needs" if ranks == 1 else f"{ranks} ranks need"
-        raise SpecError(path, f"{size_bytes} bytes are too little: {share} at least {least} ({-(-least // 2**20)}Mi)")
-
-
-def parse_processes(value: JSON, path: str) -> int | None:
-    """`auto` (None: one process per GPU, one without) or how many. Raises SpecError."""
-    if value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(path, f"{value!r} is neither auto nor a whole number of at least 1")
-    return value
+    RECREATE = "Recreate"
+    IN_PLACE = "InPlace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,36 +103,18 @@ def parse_interval(value: JSON, path: str) -> Interval:
     return interval
 
 
-def _strings(value: JSON, path: str) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str | int | float) for item in value):
-        raise SpecError(path, f"expected a list of strings, not {value!r}")
-    return tuple(str(item) for item in value)
-
-
-def _env(value: JSON, path: str) -> tuple[tuple[str, str], ...]:
-    """A container's `env`: a list of {name, value}."""
-    if not isinstance(value, list | tuple):
-        raise SpecError(path, f"expected a list of {{name, value}}, not {value!r}")
-    pairs = []
-    for index, item in enumerate(value):
-        where = f"{path}[{index}]"
-        if not isinstance(item, Mapping) or set(item) - {"name", "value"} or "name" not in item:
-            raise SpecError(where, f"expected {{name, value}}, not {item!r}")
-        name = str(item["name"])
-        if not _ENV_NAME.fullmatch(name):
-            raise SpecError(f"{where}.name", f"{name!r} is no environment variable's name")
-        pairs.append((name, str(item.get("value", ""))))
-    return tuple(pairs)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    command: tuple[str, ...] = field(default=(), metadata={"parse": _strings})
-    args: tuple[str, ...] = field(default=(), metadata={"parse": _strings})
-    env: tuple[tuple[str, str], ...] = field(default=(), metadata={"parse": _env})
+    image: str | None = None
+    command: tuple[str, ...] = field(default=(), metadata={"parse": parse_strings})
+    args: tuple[str, ...] = field(default=(), metadata={"parse": parse_strings})
+    env: tuple[EnvVar, ...] = field(default=(), metadata={"parse": parse_env})
     working_dir: str | None = None
     num_nodes: int = field(default=1, metadata={"least": 1})
     num_proc_per_node: int | None = field(default=None, metadata={"parse": parse_processes})  # None: auto
+    resources_per_node: Mapping[str, Mapping[str, str]] = field(
+        default_factory=dict, metadata={"parse": parse_resources}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +127,25 @@ class OnExitCodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnPodCondition:
+    type: str
+    status: str = "True"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
+    """What to do about failures of one kind: exactly one of the `on_…` says which."""
+
     name: str
     action: RuleAction
-    on_exit_codes: OnExitCodes
+    on_exit_codes: OnExitCodes | None = None
+    on_pod_conditions: tuple[OnPodCondition, ...] = ()
+    on_reasons: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> int:
+        """How many of the `on_…` are given."""
+        return (self.on_exit_codes is not None) + bool(self.on_pod_conditions) + bool(self.on_reasons)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +158,10 @@ class Backoff:
 class FailurePolicy:
     max_restarts: int = field(default=10, metadata={"least": 0})
     max_restarts_without_progress: int = field(default=3, metadata={"least": 0})
+    restart_strategy: RestartStrategy = RestartStrategy.RECREATE
+    max_in_place_restarts: int = field(default=3, metadata={"least": 0})  # within one attempt
     backoff: Backoff = Backoff()
+    pod_deletion_grace_seconds: float = field(default=30.0, metadata={"least": 0})
     flush_timeout_seconds: float = field(default=120.0, metadata={"least": 0})
     rules: tuple[Rule, ...] = ()
 
@@ -206,21 +185,40 @@ class Persistent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SecretRef:
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     storage_uri: str | None = None
+    secret_ref: SecretRef | None = None
     resume_policy: ResumePolicy = ResumePolicy.LATEST
     resume_from_step: int | None = field(default=None, metadata={"least": 0})
     interval: Interval = field(default=Interval(), metadata={"parse": parse_interval})
     memory: Memory = Memory()
     persistent: Persistent = Persistent()
+    max_staleness_seconds: float | None = field(default=None, metadata={"least": 0.001})
     graceful_suspend_seconds: float = field(default=60.0, metadata={"least": 0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """Whether the gang's pods may go to spot nodes, which the cloud takes back at will."""
+
+    tolerate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
-    """`TrainingJob.spec`, as far as one machine needs it."""
+    """`TrainingJob.spec`."""
 
     trainer: Trainer
+    suspend: bool = False
+    managed_by: str = MANAGED_BY
+    ttl_seconds_after_finished: float | None = field(default=None, metadata={"least": 0})
+    template: PodTemplate = field(default_factory=PodTemplate)
+    spot: Spot = Spot()
     active_deadline_seconds: float | None = field(default=None, metadata={"least": 0})
     startup_deadline_seconds: float = field(default=900.0, metadata={"least": 0})
     failure_policy: FailurePolicy = FailurePolicy()
@@ -231,7 +229,11 @@ class TrainingSpec:
         if not self.trainer.command and not self.trainer.args:
             raise SpecError("spec.trainer.command", "is required: what the gang runs, as in [torchrun, train.py]")
         check_command(self.trainer.command, self.trainer.args)
-        check_environment(self.trainer.env)
+        check_environment([variable.name for variable in self.trainer.env])
+        for index, rule in enumerate(self.failure_policy.rules):
+            if rule.kinds != 1:
+                path = f"spec.failurePolicy.rules[{index}]"
+                raise SpecError(path, "needs exactly one of onExitCodes, onPodConditions and onReasons")
         checkpoint = self.checkpoint
         if checkpoint.memory.size_limit is not None:
             ranks = self.trainer.num_proc_per_node or 1
@@ -266,25 +268,33 @@ def parse_manifest(document: JSON, *, default_namespace: str) -> TrainingJob:
     if not isinstance(metadata, Mapping) or not isinstance(metadata.get("name"), str):
         raise SpecError("metadata.name", "is required")
     job = JobKey(namespace=str(metadata.get("namespace") or default_namespace), name=metadata["name"])
-    spec, cluster_only = _without_cluster_only(document.get("spec"))
-    return TrainingJob(job=job, spec=decode(TrainingSpec, spec, "spec"), cluster_only=cluster_only)
-
-
-def _without_cluster_only(spec: JSON) -> tuple[JSON, tuple[str, ...]]:
+    spec = document.get("spec")
     if not isinstance(spec, Mapping):
         raise SpecError("spec", "is required")
-    kept: dict[str, Any] = {}
-    dropped = []
+    _refuse_planned(spec)
+    return TrainingJob(job=job, spec=decode(TrainingSpec, spec, "spec"), cluster_only=_cluster_only(spec))
+
+
+def _refuse_planned(spec: Mapping[str, JSON]) -> None:
+    found = [f"spec.{name}" for name in spec if name in _PLANNED]
+    policy = spec.get("failurePolicy")
+    rules = policy.get("rules") if isinstance(policy, Mapping) else None
+    for index, rule in enumerate(rules if isinstance(rules, list | tuple) else ()):
+        found += [f"spec.failurePolicy.rules[{index}].{name}" for name in rule if name in _PLANNED_IN_RULES]
+    if found:
+        raise SpecError(found[0], "is planned, but this version of Stepfast does not know it yet: leave it out")
+
+
+def _cluster_only(spec: Mapping[str, JSON]) -> tuple[str, ...]:
+    """The paths of what one machine leaves alone."""
+    found = []
     for key, value in spec.items():
         if key in _CLUSTER_ONLY:
-            dropped.append(f"spec.{key}")
-            continue
+            found.append(f"spec.{key}")
         inner = _CLUSTER_ONLY_INNER.get(key, frozenset())
-        if inner and isinstance(value, Mapping):
-            dropped += [f"spec.{key}.{name}" for name in value if name in inner]
-            value = {name: item for name, item in value.items() if name not in inner}  # noqa: PLW2901 - the rest of it
-        kept[key] = value
-    return kept, tuple(dropped)
+        if isinstance(value, Mapping):
+            found += [f"spec.{key}.{name}" for name in value if name in inner]
+    return tuple(found)
 
 
 def settings_text(spec: TrainingSpec, *, node: int, ranks_per_agent: int) -> str:

@@ -14,6 +14,7 @@ from stepfast_operator.actions import (
     BeginStop,
     BeginSuspend,
     Decision,
+    DeleteJob,
     EndAttempt,
     FlushRun,
     ForgetFlushAsked,
@@ -42,6 +43,7 @@ from stepfast_operator.record import (
     MAX_RECOVERIES,
     Attempt,
     Cause,
+    FailedReason,
     LastFailure,
     Recovery,
     State,
@@ -62,12 +64,12 @@ _ACTIONS = {
 def next_status(observed: Observed, decision: Decision) -> Status:
     """The status to write after this pass. Equal to the old one when nothing changed."""
     before = observed.status
-    status = before if before.is_terminal else take_in(observed)
+    status = replace(before if before.is_terminal else take_in(observed), observed_generation=observed.generation)
     for action in decision.actions:
         match action:
             case LaunchGang() | StopGang() | StartAgent() | FlushRun() | RequestSave() | SupersedeAfter():
                 pass
-            case ReadSteps() | RequeueAfter():
+            case ReadSteps() | RequeueAfter() | DeleteJob():
                 pass
             case _:
                 status = _fold(status, action, observed)
@@ -75,6 +77,18 @@ def next_status(observed: Observed, decision: Decision) -> Status:
         return status
     status = replace(status, state=_state_of(status))
     return replace(status, conditions=conditions_of(status, before, observed.now))
+
+
+def refuse(status: Status, message: str, now: float, generation: int | None = None) -> Status:
+    """The status of a job whose spec makes no sense: failed for good (InvalidSpec), with why. A job that is over stays
+    as it is.
+    """
+    if status.is_terminal:
+        return status
+    record = MarkFailed(reason=FailedReason.INVALID_SPEC, message=message)
+    after = _fail(replace(status, observed_generation=generation), record, now)
+    after = replace(after, state=_state_of(after))
+    return replace(after, conditions=conditions_of(after, status, now))
 
 
 def _fold(status: Status, record: Record, observed: Observed) -> Status:
@@ -92,19 +106,7 @@ def _fold(status: Status, record: Record, observed: Observed) -> Status:
             status = _finish(replace(status, current=_ended(current, now)), now)
             return replace(status, terminal_state=State.COMPLETE)
         case MarkFailed():
-            reason, message = record.reason, record.message
-            ended = current and replace(current, fail_reason=reason, fail_message=message)
-            if ended is None:
-                ended = Attempt(
-                    attempt=0,
-                    run="",
-                    resume_step=0,
-                    planned_time=now,
-                    fail_reason=reason,
-                    fail_message=message,
-                )
-            status = replace(status, current=_ended(ended, now), recoveries=_followed(status.recoveries, ended))
-            return replace(_finish(status, now), terminal_state=State.FAILED)
+            return _fail(status, record, now)
         case _:
             return replace(status, current=current and _note(current, record, now))
 
@@ -132,6 +134,14 @@ def _note(
             return replace(current, hang_notified_time=now)
         case _:
             assert_never(record)
+
+
+def _fail(status: Status, record: MarkFailed, now: float) -> Status:
+    """The job is over; one that never had an attempt gets one without a number, which says why."""
+    current = status.current or Attempt(attempt=0, run="", resume_step=0, planned_time=now)
+    current = replace(current, fail_reason=record.reason, fail_message=record.message)
+    status = replace(status, current=_ended(current, now), recoveries=_followed(status.recoveries, current))
+    return replace(_finish(status, now), terminal_state=State.FAILED)
 
 
 def _followed(recoveries: tuple[Recovery, ...], last: Attempt) -> tuple[Recovery, ...]:
@@ -165,6 +175,7 @@ def _end(status: Status, record: EndAttempt, now: float) -> Status:
         reason=failure.cause,
         rule=record.rule,
         action=_ACTIONS.get(record.verdict),
+        pod=failure.pod,
         node=failure.node,
         rank=failure.rank,
         exit_code=failure.exit_code,

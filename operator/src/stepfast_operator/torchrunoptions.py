@@ -44,10 +44,10 @@ def check_command(command: Sequence[str], args: Sequence[str]) -> None:
             raise SpecError(field, f"{name} is not torchrun's to say here; {_OURS[refused]}")
 
 
-def check_environment(env: Sequence[tuple[str, str]]) -> None:
+def check_environment(names: Sequence[str]) -> None:
     """The same in the variables that torchrun reads. Raises SpecError."""
     variables: Mapping[str, str] = {f"PET_{name.upper().replace('-', '_')}": name for name in _OURS}
-    for name, _ in env:
+    for name in names:
         if name in variables:
             raise SpecError("spec.trainer.env", f"{name} is Stepfast's own; {_OURS[variables[name]]}")
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from stepfast.admission import DEFAULT_MTBF_SECONDS, Interval
 from stepfast.errors import SpecError
-from stepfast.step import JobKey, OnBusy, run_id
+from stepfast.step import JobKey, OnBusy, restarted_run, run_id
 
 DEFAULT_STORAGE = ".stepfast/checkpoints"
 
@@ -58,9 +58,7 @@ def read_environment(values: Mapping[str, str] | None = None, *, script: str | N
     is_run_unique = bool(run)
     scope = run or "unnamed"
     run = run or run_id(uuid.uuid4().hex[:12], 1)
-    if restarts:
-        # Ranks of two launches are never mixed, not within one attempt either.
-        run, scope = f"{run}.{restarts}", f"{scope}.{restarts}"
+    run, scope = restarted_run(run, restarts), restarted_run(scope, restarts)
     resume = env.get("STEPFAST_RESUME_STEP")
     memory = env.get("STEPFAST_MEMORY_BUFFER_SIZE") or env.get("NEBULA_MEMORY_BUFFER_SIZE") or "0"
     return Environment(

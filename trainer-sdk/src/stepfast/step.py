@@ -66,6 +66,19 @@ def attempt_of(run: str) -> int:
     return int(tail) if tail.isdigit() else 0
 
 
+def restarted_run(run: str, restarts: int) -> str:
+    """The run's name after so many in-place restarts: ranks of two launches are never mixed, not within one attempt
+    either.
+    """
+    return f"{run}.{restarts}" if restarts else run
+
+
+def split_run(run: str) -> tuple[str, int]:
+    """The run as it was launched, and how many in-place restarts have followed: the inverse of `restarted_run`."""
+    head, dot, tail = run.rpartition(".")
+    return (head, int(tail)) if dot and tail.isdigit() and attempt_of(head) else (run, 0)
+
+
 def is_run(text: str) -> bool:
     """Whether the text may stand as a run in paths."""
     return _RUN.fullmatch(text) is not None and ".." not in text

@@ -47,5 +47,8 @@ class Backend(Protocol):
         AgentUnavailable.
         """
 
+    async def delete_job(self) -> None:
+        """Deletes the job's object, as long as it is still the one that was observed; what it owns goes with it."""
+
     async def write_status(self, status: Status) -> None:
         """Makes the status durable."""

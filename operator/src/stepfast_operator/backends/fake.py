@@ -65,6 +65,9 @@ class FakeBackend:
         self.final: dict[str, int] = {}
         self.launches: list[LaunchGang] = []
         self.saved: Status | None = None
+        self.is_deleted = False
+        self.generation: int | None = None
+        self.awaited_agents: tuple[str, ...] = ()
 
     # What the world does.
 
@@ -152,6 +155,8 @@ class FakeBackend:
             began_time=self.began,
             command=self.command,
             storage_uri="memory://fake/test/job",
+            generation=self.generation,
+            awaited_agents=self.awaited_agents,
         )
 
     async def read_steps(self) -> Sequence[Committed]:
@@ -206,6 +211,9 @@ class FakeBackend:
         if run not in self.final and reached:
             self.final[run] = max(reached)
             self.staged.setdefault(run, []).append(max(reached))
+
+    async def delete_job(self) -> None:
+        self.is_deleted = True
 
     async def write_status(self, status: Status) -> None:
         self.saved = status

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stepfast.errors import SpecError
 from stepfast_operator.backends import tether
 from stepfast_operator.spec import Trainer
 
@@ -36,6 +37,20 @@ def command_of(trainer: Trainer) -> list[str]:
         if command[1:3] in (["-m", "torch.distributed.run"], ["-m", "stepfast.launcher"]):
             return [*launcher, *command[3:]]
     return command
+
+
+def variables_of(trainer: Trainer) -> dict[str, str]:
+    """The trainer's own variables by name; the last of a name wins. Raises SpecError for a value that only a cluster
+    can look up.
+    """
+    last = {variable.name: (index, variable) for index, variable in enumerate(trainer.env)}
+    for index, variable in last.values():
+        if variable.value_from is not None:
+            raise SpecError(
+                f"spec.trainer.env[{index}].valueFrom",
+                f"only a cluster can look that up: on one machine give the value with --env {variable.name}=…",
+            )
+    return {name: variable.value for name, (_, variable) in last.items()}
 
 
 def environment(inherited: Mapping[str, str], *layers: Mapping[str, str]) -> dict[str, str]:

@@ -33,6 +33,7 @@ from stepfast_operator.backends.gangprocess import (
     free_port,
     local_processes,
     torchrun_environment,
+    variables_of,
 )
 from stepfast_operator.backends.localagent import LocalAgent
 from stepfast_operator.backends.statefolder import Launch, StateFolder
@@ -120,6 +121,7 @@ class ProcessBackend:
                 rank=rank.rank,
                 node=f"node-{rank.rank // self._ranks_per_node}",
                 ended_time=rank.ended_time or now,
+                run=report.run,
             )
             for report in reports
             if status.current is not None and report.run == status.current.run
@@ -203,6 +205,9 @@ class ProcessBackend:
     async def request_save(self, run: str) -> None:
         if self._agent is not None:
             await self._agent.request_save(run)
+
+    async def delete_job(self) -> None:
+        """Nothing: on one machine a job that is over is a folder of logs, which is its user's."""
 
     async def write_status(self, status: Status) -> None:
         self._state.write(self._uid, status)
@@ -294,7 +299,7 @@ class ProcessBackend:
             port=port,
             logs=(state.attempt(launch.attempt) / f"node-{node}").absolute(),
         )
-        return environment(os.environ, torchrun, dict(spec.trainer.env), ours)
+        return environment(os.environ, torchrun, variables_of(spec.trainer), ours)
 
     async def _kill(self, matches: Callable[[str], bool]) -> None:
         is_dead = await call_in_thread(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from stepfast.errors import SpecError
-from stepfast_operator.backends.gangprocess import local_processes
-from stepfast_operator.spec import TrainingJob, check_memory
+from stepfast_operator.backends.gangprocess import local_processes, variables_of
+from stepfast_operator.quantities import check_memory
+from stepfast_operator.spec import TrainingJob
 from stepfast_operator.torchrunoptions import script_of
 
 MEMORY_VARIABLES = ("STEPFAST_MEMORY_BUFFER_SIZE", "NEBULA_MEMORY_BUFFER_SIZE")
@@ -15,6 +16,7 @@ MEMORY_VARIABLES = ("STEPFAST_MEMORY_BUFFER_SIZE", "NEBULA_MEMORY_BUFFER_SIZE")
 def check_start(job: TrainingJob) -> None:
     """Raises SpecError naming what this machine lacks of the job."""
     trainer = job.spec.trainer
+    variables_of(trainer)
     folder = Path(trainer.working_dir or ".")
     if not folder.is_dir():
         raise SpecError("spec.trainer.workingDir", f"{str(folder)!r} is no folder")
@@ -33,7 +35,7 @@ def requested_memory(job: TrainingJob) -> int | None:
     trainer = job.spec.trainer
     path, size_bytes = "spec.checkpoint.memory.sizeLimit", job.spec.checkpoint.memory.size_limit
     if size_bytes is None:
-        env = dict(trainer.env)
+        env = variables_of(trainer)
         name = next((name for name in MEMORY_VARIABLES if name in env), None)
         if name is None:
             return None

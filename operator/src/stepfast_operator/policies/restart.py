@@ -12,7 +12,7 @@ from typing import assert_never
 
 from stepfast_operator.observed import Failure, Observed, WorkerPhase
 from stepfast_operator.record import Cause, FailedReason, Status, Verdict
-from stepfast_operator.spec import Backoff, FailurePolicy, RuleAction
+from stepfast_operator.spec import Backoff, FailurePolicy, Rule, RuleAction
 
 # torchrun tells the exit code within milliseconds; only when it cannot is the agent's word alone taken for a
 # death.
@@ -20,6 +20,9 @@ DEAD_RANK_GRACE_SECONDS = 2.0
 
 # Not the training's fault: neither counted nor backed off.
 UNCOUNTED = frozenset({Cause.SUPERVISOR_RESTARTED, Cause.SUSPENDED})
+# Done to a pod from outside: never counted towards maxRestarts, backed off only without progress.
+DISRUPTIONS = frozenset({Cause.POD_DELETED, Cause.POD_EVICTED, Cause.NODE_LOST})
+_DISRUPTED = ("DisruptionTarget", "True")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +69,41 @@ def next_check_seconds(observed: Observed) -> float | None:
 
 
 def judge(policy: FailurePolicy, failure: Failure) -> Judgement:
-    """What the failure rules say; the first match wins, and without one the gang is restarted."""
+    """What the failure rules say: the first of the user's that matches, then the built-in ones.
+
+    Built in: what was done to a pod from outside is not the training's fault. All else restarts the gang, and counts.
+    """
     if failure.cause in UNCOUNTED:
         return Judgement(verdict=Verdict.RESTART_UNCOUNTED)
+    for rule in policy.rules:
+        matched = _match(rule, failure)
+        if matched is not None:
+            return _apply(rule, matched)
+    return Judgement(verdict=Verdict.RESTART_UNCOUNTED if is_disruption(failure) else Verdict.RESTART)
+
+
+def is_disruption(failure: Failure) -> bool:
+    """Whether the pod was taken away, rather than failed."""
+    return failure.cause in DISRUPTIONS or _DISRUPTED in failure.pod_conditions
+
+
+def _match(rule: Rule, failure: Failure) -> str | None:
+    """What the rule matches of the failure, in words; None when nothing."""
     code = failure.exit_code
-    rule = next((rule for rule in policy.rules if code is not None and rule.on_exit_codes.matches(code)), None)
-    if rule is None:
-        return Judgement(verdict=Verdict.RESTART)
+    if rule.on_exit_codes is not None:
+        return f"exit code {code}" if code is not None and rule.on_exit_codes.matches(code) else None
+    for wanted in rule.on_pod_conditions:
+        if (wanted.type, wanted.status) in failure.pod_conditions:
+            return f"pod condition {wanted.type}={wanted.status}"
+    # The status shows the cause: whoever copies that word into a rule means it.
+    reasons = (failure.reason, str(failure.cause))
+    return next((f"reason {wanted}" for wanted in rule.on_reasons if wanted in reasons), None)
+
+
+def _apply(rule: Rule, matched: str) -> Judgement:
     match rule.action:
         case RuleAction.FAIL_JOB:
-            message = f"rule {rule.name!r} ends the job on exit code {code}"
+            message = f"rule {rule.name!r} ends the job on {matched}"
             return Judgement(verdict=Verdict.FAIL, rule=rule.name, fail_message=message)
         case RuleAction.RESTART_JOB:
             return Judgement(verdict=Verdict.RESTART, rule=rule.name)
