@@ -1,0 +1,218 @@
+"""The cluster itself: what other tests rely on holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testcluster.binaries import Binaries
+from testcluster.claim import Claim
+from testcluster.cluster import Cluster
+from testcluster.controlplane import ApiServer, KubernetesClient
+from testcluster.images import PAUSE
+from testcluster.waiting import CommandFailed, wait_until
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    name = f"harness-{os.urandom(4).hex()}"
+    cluster.kubectl("create", "namespace", name)
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def pod(name: str, namespace: str, **spec: object) -> dict[str, Any]:
+    container = {"name": "main", "image": PAUSE}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": namespace, "labels": {"app": "gang"}},
+        "spec": {"containers": [container], "terminationGracePeriodSeconds": 0, **spec},
+    }
+
+
+def wait_for(cluster: Cluster, namespace: str, name: str, path: str, value: str) -> None:
+    """Until `path` of the pod's status is `value`."""
+
+    def is_so() -> bool:
+        return cluster.kubectl("get", "pod", name, "-n", namespace, "-o", f"jsonpath={{.status.{path}}}") == value
+
+    wait_until(f"pod {name}: {path} is {value}", is_so, seconds=60)
+
+
+def test_pods_on_two_nodes_reach_each_other_by_the_names_of_a_headless_service(
+    cluster: Cluster, namespace: str
+) -> None:
+    service = {
+        "apiVersion": "v1", "kind": "Service", "metadata": {"name": "gang", "namespace": namespace},
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": "gang"}},
+    }  # fmt: skip
+    cluster.apply(service, *(
+        pod(name, namespace, hostname=name, subdomain="gang", nodeName=node)
+        for name, node in (("zero", "node-1"), ("one", "node-2"))
+    ))  # fmt: skip
+    for name in ("zero", "one"):
+        wait_for(cluster, namespace, name, "phase", "Running")
+
+    def has_answered(name: str, other: str) -> bool:
+        host = f"{other}.gang.{namespace}.svc.cluster.local"
+        return "1 packets received" in cluster.kubectl(
+            "exec", "-n", namespace, name, "--", "/bin/busybox", "ping", "-c", "1", "-W", "2", host
+        )
+
+    wait_until("zero reaches one", lambda: has_answered("zero", "one"))
+    wait_until("one reaches zero", lambda: has_answered("one", "zero"))
+    reached = cluster.kubectl(
+        "exec", "-n", namespace, "zero", "--", "/bin/busybox", "ping", "-c", "1", "-W", "2", cluster.address
+    )
+    assert "1 packets received" in reached, "pods reach the host, where the tests' storage listens"
+
+
+def test_a_service_address_is_answered_by_the_pod_behind_it(cluster: Cluster, namespace: str) -> None:
+    answer = ["/bin/busybox", "nc", "-ll", "-p", "8000", "-e", "/bin/busybox", "echo", "hello"]
+    server = {"name": "main", "image": PAUSE, "command": answer}
+    service = {
+        "apiVersion": "v1", "kind": "Service", "metadata": {"name": "hello", "namespace": namespace},
+        "spec": {"selector": {"app": "gang"}, "ports": [{"port": 80, "targetPort": 8000}]},
+    }  # fmt: skip
+    cluster.apply(service, pod("server", namespace, containers=[server], nodeName="node-1"))
+    cluster.apply(pod("asker", namespace, nodeName="node-2"))
+    for name in ("server", "asker"):
+        wait_for(cluster, namespace, name, "phase", "Running")
+    ask = ("exec", "-n", namespace, "asker", "--", "/bin/busybox", "nc", "-w", "2", "hello", "80")
+    wait_until("the Service answers", lambda: cluster.kubectl(*ask).strip() == "hello")
+
+
+def test_a_restricted_namespace_refuses_a_pod_with_a_host_path(cluster: Cluster, namespace: str) -> None:
+    cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    volume = {"name": "host", "hostPath": {"path": "/"}}
+    with pytest.raises(CommandFailed, match=r"violates PodSecurity.*hostPath"):
+        cluster.apply(pod("prying", namespace, volumes=[volume]))
+
+
+def test_a_container_over_its_memory_limit_is_killed_and_says_so(cluster: Cluster, namespace: str) -> None:
+    fill = "x=0123456789abcdef; while true; do x=$x$x; done"
+    container = {"name": "main", "image": PAUSE, "command": ["/bin/busybox", "sh", "-c", fill],
+                 "resources": {"limits": {"memory": "32Mi"}}}  # fmt: skip
+    cluster.apply(pod("greedy", namespace, containers=[container], restartPolicy="Never"))
+    wait_for(cluster, namespace, "greedy", "containerStatuses[0].state.terminated.reason", "OOMKilled")
+
+
+def test_a_node_may_change_no_other_node_and_pods_tokens_name_their_node(cluster: Cluster, namespace: str) -> None:
+    identity = cluster.node_client("node-1")
+    assert identity.kubectl("get", "node", "node-1", "-o", "name").strip() == "node/node-1"
+    with pytest.raises(CommandFailed, match=r"only its own Node object"):
+        identity.kubectl("annotate", "node", "node-2", "taken=over")
+    cluster.apply(pod("named", namespace, nodeName="node-2"))
+    wait_for(cluster, namespace, "named", "phase", "Running")
+    file = "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    token = cluster.kubectl("exec", "-n", namespace, "named", "--", "/bin/busybox", "cat", file)
+    review = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": {"token": token}}
+    answer = json.loads(cluster.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))
+    assert answer["status"]["user"]["extra"]["authentication.kubernetes.io/node-name"] == ["node-2"]
+
+
+def test_the_audit_log_tells_who_made_and_who_deleted_a_pod(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(pod("short", namespace, nodeName="node-1"))
+    cluster.kubectl("delete", "pod", "short", "-n", namespace)
+    story = []
+    for event in cluster.audit():
+        about = event.get("objectRef", {})
+        if about.get("namespace") == namespace and about["resource"] == "pods" and "subresource" not in about:
+            story.append((event["verb"], event["user"]["username"]))
+    changes = [(verb, user) for verb, user in story if verb in {"create", "delete"}]
+    assert changes == [("create", "admin"), ("delete", "admin")]
+
+
+def test_a_lost_node_becomes_not_ready_and_comes_back_with_its_pods(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(pod("there", namespace, nodeName="node-2"))
+    wait_for(cluster, namespace, "there", "phase", "Running")
+    node = cluster.nodes["node-2"]
+    node.kill()
+    try:
+        assert not node.is_running
+        wait_until("node-2 is NotReady", lambda: not node.is_ready(), seconds=60)
+        assert cluster.nodes["node-1"].is_ready()
+    finally:
+        node.start()
+    wait_until("node-2 is Ready", node.is_ready, seconds=60)
+    wait_for(cluster, namespace, "there", "containerStatuses[0].restartCount", "1")
+    assert "hello" in cluster.kubectl("exec", "-n", namespace, "there", "--", "/bin/busybox", "echo", "hello")
+
+
+def test_nodes_share_no_memory_and_no_kubelet_folder(cluster: Cluster) -> None:
+    one, two = cluster.nodes["node-1"], cluster.nodes["node-2"]
+    one.run("touch", "/dev/shm/mine", "/var/lib/kubelet/mine", "/run/mine")
+    for path in ("/dev/shm/mine", "/var/lib/kubelet/mine", "/run/mine"):
+        assert not Path(path).exists()
+        with pytest.raises(CommandFailed, match="No such file"):
+            two.run("ls", path)
+    assert two.run("hostname").strip() == "node-2"
+
+
+def test_an_api_server_alone_stores_objects_and_ends_without_a_trace(api_server: KubernetesClient) -> None:
+    assert "default" in api_server.kubectl("get", "namespaces", "-o", "name")
+
+
+def test_down_leaves_nothing_behind(machine: Callable[[], list[str]]) -> None:
+    before = machine()
+    cluster = Cluster(Claim.take(), Binaries.find())
+    try:
+        cluster.up(1)
+        assert machine() != before
+        assert cluster.claim.remaining()
+    finally:
+        cluster.down()
+    assert cluster.claim.remaining() == []
+    assert machine() == before
+
+
+def test_the_next_session_ends_what_a_killed_one_left(machine: Callable[[], list[str]]) -> None:
+    before = machine()
+    script = (
+        "from testcluster.binaries import Binaries\n"
+        "from testcluster.claim import Claim; from testcluster.cluster import Cluster\n"
+        "cluster = Cluster(Claim.take(), Binaries.find()); cluster.up(1)\n"
+        "print(cluster.claim.number, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=FOLDER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as session:
+        assert session.stdout is not None
+        number = int(session.stdout.readline())
+        session.send_signal(signal.SIGKILL)
+    left = Claim.open(number)
+    assert left.is_alive("node-1")
+
+    ApiServer(Claim.take(), Binaries.find()).claim.release()
+
+    assert left.remaining() == []
+    assert machine() == before
+
+
+@pytest.fixture
+def machine(cluster: Cluster) -> Callable[[], list[str]]:
+    """What the whole machine has of the things that a cluster makes, the session's own cluster aside."""
+    own = f"sf{cluster.claim.number}-", f"sfbr{cluster.claim.number}", f"stepfast-{cluster.claim.number}-"
+
+    def look() -> list[str]:
+        found = [*Path("/sys/class/net").iterdir(), *Path("/run/netns").iterdir(), *Path("/dev/shm").iterdir()]
+        found += [*Path("/sys/fs/cgroup").glob("stepfast-*"), *Path("/sys/fs/cgroup").glob("*/stepfast-*")]
+        facts = [str(path) for path in found if not path.name.startswith(own)]
+        settings = ("vm/overcommit_memory", "kernel/panic", "kernel/panic_on_oops", "net/ipv4/ip_forward")
+        facts += [f"{path}={Path('/proc/sys', path).read_text()}" for path in settings]
+        facts += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "stepfast" in line]
+        facts.append(subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True, check=True).stdout)
+        return sorted(facts)
+
+    return look

