@@ -1,0 +1,152 @@
+"""What is known of pods, nodes and the agents' reports: read once in pages, kept up by watches, trimmed to the fields
+that a decision sees (design.md, section 8, says what the alternatives cost).
+
+A watch that says nothing for too long is dropped and begun again, and so is one whose place in history is gone; the age
+of the last word is what the liveness probe looks at. Must not know what is done about a change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import aclosing
+from typing import Generic, TypeVar
+
+from stepfast_operator.document import JSON
+from stepfast_operator.kube import Expired, Kube, KubeError
+
+log = logging.getLogger(__name__)
+
+PAGE = 500
+IDLE_SECONDS = 90.0  # the server sends a bookmark about once a minute
+_WATCH_SECONDS = 300
+_TOMBSTONES = 10_000
+_LONGEST_PAUSE_SECONDS = 15.0
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Reflector(Generic[K, V]):
+    """A trimmed copy of one kind of objects. `on_change` gets an object's old and new value, either may be None.
+
+    `trim` gives the key and the value of an object, or None for one that is of no interest.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        path: str,
+        trim: Callable[[JSON], tuple[K, V] | None],
+        on_change: Callable[[V | None, V | None], None],
+        *,
+        selector: str = "",
+    ) -> None:
+        self._kube, self.path, self._trim, self._on_change = kube, path, trim, on_change
+        self._query = {"labelSelector": selector} if selector else {}
+        self._held: dict[K, tuple[str, V]] = {}  # with the object's uid
+        self._gone: dict[str, None] = {}  # uids, oldest first
+        self._version = ""  # to watch from; empty: list first
+        self._heard = time.monotonic()
+        self.synced = asyncio.Event()
+
+    def get(self, key: K) -> V | None:
+        held = self._held.get(key)
+        return held[1] if held is not None else None
+
+    def values(self) -> Iterable[V]:
+        return (value for _, value in self._held.values())
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def age_seconds(self) -> float:
+        """How long ago the API server last said anything about this kind."""
+        return time.monotonic() - self._heard
+
+    def take(self, document: JSON) -> None:
+        """An object as a request of ours returned it, ahead of the watch."""
+        if document["metadata"]["uid"] not in self._gone:
+            trimmed = self._trim(document)
+            if trimmed is not None and trimmed[0] not in self._held:
+                self._put(document, trimmed)
+
+    def drop(self, key: K, uid: str) -> None:
+        """An object that a request of ours ended for good, ahead of the watch."""
+        held = self._held.get(key)
+        if held is not None and held[0] == uid:
+            self._remove(key)
+
+    async def run(self) -> None:
+        """Lists and watches until cancelled."""
+        failures = 0
+        while True:
+            try:
+                await (self._follow() if self._version else self._list())
+                failures = 0
+            except Expired:
+                self._version = ""
+            except KubeError as error:
+                failures += 1
+                wait = min(_LONGEST_PAUSE_SECONDS, 0.2 * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)
+                log.warning("%s is looked at again in %.1f s: %s", self.path, wait, error)
+                await asyncio.sleep(wait)
+
+    async def _list(self) -> None:
+        """Takes over what is there."""
+        seen: set[K] = set()
+        query = {**self._query, "limit": str(PAGE)}
+        while True:
+            page = await self._kube.get(self.path, **query)
+            self._heard = time.monotonic()
+            for document in page.get("items") or ():
+                trimmed = self._trim(document)
+                if trimmed is not None:
+                    seen.add(trimmed[0])
+                    self._put(document, trimmed)
+            metadata = page["metadata"]
+            if not metadata.get("continue"):
+                break
+            query["continue"] = metadata["continue"]
+        for key in [key for key in self._held if key not in seen]:
+            self._remove(key)
+        self._version = str(metadata["resourceVersion"])
+        self.synced.set()
+
+    async def _follow(self) -> None:
+        """Takes in what changes until the server ends the watch."""
+        query = {**self._query, "resourceVersion": self._version, "timeoutSeconds": str(_WATCH_SECONDS)}
+        async with aclosing(self._kube.watch(self.path, idle_seconds=IDLE_SECONDS, **query)) as events:
+            async for event in events:
+                self._heard = time.monotonic()
+                self._version = str(event.object["metadata"]["resourceVersion"])
+                if event.kind == "BOOKMARK":
+                    continue
+                trimmed = self._trim(event.object)
+                if trimmed is None:
+                    continue
+                if event.kind == "DELETED":
+                    self._bury(str(event.object["metadata"]["uid"]))
+                    self.drop(trimmed[0], str(event.object["metadata"]["uid"]))
+                else:
+                    self._put(event.object, trimmed)
+        self._heard = time.monotonic()
+
+    def _put(self, document: JSON, trimmed: tuple[K, V]) -> None:
+        key, value = trimmed
+        before = self._held.get(key)
+        self._held[key] = (str(document["metadata"]["uid"]), value)
+        if before is None or before[1] != value:
+            self._on_change(before[1] if before is not None else None, value)
+
+    def _remove(self, key: K) -> None:
+        uid, value = self._held.pop(key)
+        self._bury(uid)
+        self._on_change(value, None)
+
+    def _bury(self, uid: str) -> None:
+        self._gone[uid] = None
+        while len(self._gone) > _TOMBSTONES:
+            del self._gone[next(iter(self._gone))]

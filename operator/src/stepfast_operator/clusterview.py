@@ -1,0 +1,195 @@
+"""All that the operator watches beside TrainingJobs, indexed by job; says which job a change concerns. Must not know
+what is done about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from stepfast.step import JobKey
+from stepfast_operator import labels
+from stepfast_operator.cache import Reflector
+from stepfast_operator.document import JSON
+from stepfast_operator.kube import Kube
+from stepfast_operator.podview import (
+    AgentView,
+    NodeReport,
+    NodeView,
+    PodView,
+    agent_of,
+    jobs_of,
+    node_of,
+    pod_of,
+    report_of,
+)
+
+_AGENTS = "app.kubernetes.io/name=stepfast,app.kubernetes.io/component=sidecar"
+
+
+class _Watched(Protocol):
+    """What is alike of every Reflector, whatever it holds."""
+
+    path: str
+    synced: asyncio.Event
+
+    async def run(self) -> None: ...
+    def age_seconds(self) -> float: ...
+
+
+class ClusterView:
+    """Pods of gangs, nodes, reports, agents. `wake` is called with the job (by uid or by name) that may look anew."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        *,
+        namespaces: Sequence[str],
+        agent_namespace: str,
+        wake_uid: Callable[[str], None],
+        wake_job: Callable[[JobKey], None],
+    ) -> None:
+        self._wake_uid, self._wake_job = wake_uid, wake_job
+        self._pods_by_job: dict[str, dict[tuple[str, str], PodView]] = defaultdict(dict)
+        self._nodes_by_job: dict[JobKey, set[str]] = defaultdict(set)
+        self._agents_by_node: dict[str, dict[str, AgentView]] = defaultdict(dict)
+        selector = f"{labels.MANAGED_BY}={labels.OPERATOR},{labels.JOB_UID}"
+        self.pods: dict[str, Reflector[tuple[str, str], PodView]] = {
+            namespace: Reflector(kube, path, _keyed_pod, self._on_pod, selector=selector)
+            for namespace, path in _pod_paths(namespaces).items()
+        }
+        self.nodes: Reflector[str, NodeView] = Reflector(kube, "/api/v1/nodes", _keyed_node, self._on_node)
+        self.reports: Reflector[str, NodeReport] = Reflector(
+            kube, "/apis/stepfast.dev/v1alpha1/checkpointnodes", _keyed_report, self._on_report
+        )
+        self.agents: Reflector[str, AgentView] = Reflector(
+            kube, f"/api/v1/namespaces/{agent_namespace}/pods", _keyed_agent, self._on_agent, selector=_AGENTS
+        )
+
+    @property
+    def _reflectors(self) -> list[_Watched]:
+        return [*self.pods.values(), self.nodes, self.reports, self.agents]
+
+    async def run(self) -> None:
+        """Keeps all of it up until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for reflector in self._reflectors:
+                group.create_task(reflector.run(), name=f"watch {reflector.path}")
+
+    async def synced(self) -> None:
+        """Returns once everything was read."""
+        for reflector in self._reflectors:
+            await reflector.synced.wait()
+
+    def ages(self) -> dict[str, float]:
+        """Seconds since each watch last heard of the API server."""
+        return {reflector.path: reflector.age_seconds() for reflector in self._reflectors}
+
+    def pods_of(self, uid: str) -> list[PodView]:
+        """The pods of that job, of all its attempts that are remembered, by name."""
+        return sorted(self._pods_by_job.get(uid, {}).values(), key=lambda pod: (pod.attempt, pod.index))
+
+    def take_pod(self, document: JSON) -> None:
+        """A pod as its creation returned it."""
+        namespace = document["metadata"]["namespace"]
+        (self.pods.get(namespace) or self.pods[""]).take(document)
+
+    def node(self, name: str) -> NodeView | None:
+        return self.nodes.get(name)
+
+    def is_ready(self, node: str) -> bool:
+        view = self.nodes.get(node)
+        return view is not None and view.not_ready_time is None
+
+    def reports_of(self, job: JobKey) -> list[NodeReport]:
+        """The reports that tell of the job, by node."""
+        found = (self.reports.get(node) for node in sorted(self._nodes_by_job.get(job, ())))
+        return [report for report in found if report is not None]
+
+    def has_ready_agent(self, node: str) -> bool:
+        return any(agent.is_ready for agent in self._agents_by_node.get(node, {}).values())
+
+    def _on_pod(self, old: PodView | None, new: PodView | None) -> None:
+        if old is not None and (new is None or old.job_uid != new.job_uid):
+            pods = self._pods_by_job[old.job_uid]
+            pods.pop(old.key, None)
+            if not pods:
+                del self._pods_by_job[old.job_uid]
+            self._wake_uid(old.job_uid)
+        if new is not None:
+            self._pods_by_job[new.job_uid][new.key] = new
+            self._wake_uid(new.job_uid)
+
+    def _on_node(self, old: NodeView | None, new: NodeView | None) -> None:
+        was_ready = old is not None and old.not_ready_time is None
+        is_ready = new is not None and new.not_ready_time is None
+        name = (new or old).name  # type: ignore[union-attr] # one of them is there
+        if was_ready == is_ready:
+            return
+        for uid, pods in self._pods_by_job.items():
+            if any(pod.node == name for pod in pods.values()):
+                self._wake_uid(uid)
+        for job, nodes in self._nodes_by_job.items():
+            if name in nodes:
+                self._wake_job(job)
+
+    def _on_report(self, old: NodeReport | None, new: NodeReport | None) -> None:
+        before = jobs_of(old) if old is not None else frozenset()
+        after = jobs_of(new) if new is not None else frozenset()
+        name = (new or old).node  # type: ignore[union-attr] # one of them is there
+        for job in before - after:
+            self._nodes_by_job[job].discard(name)
+            if not self._nodes_by_job[job]:
+                del self._nodes_by_job[job]
+        for job in after:
+            self._nodes_by_job[job].add(name)
+        acted = old is None or new is None or old.observed_generation != new.observed_generation
+        for job in before | after:
+            if acted or _told(old, job) != _told(new, job):
+                self._wake_job(job)
+
+    def _on_agent(self, old: AgentView | None, new: AgentView | None) -> None:
+        for view, is_there in ((old, False), (new, True)):
+            if view is None or view.node is None:
+                continue
+            agents = self._agents_by_node[view.node]
+            if is_there:
+                agents[view.pod] = view
+            else:
+                agents.pop(view.pod, None)
+        for job, nodes in self._nodes_by_job.items():
+            if any(view is not None and view.node in nodes for view in (old, new)):
+                self._wake_job(job)
+
+
+def _told(report: NodeReport | None, job: JobKey) -> list[object]:
+    return [] if report is None else [status for status in report.jobs if status.job == job]
+
+
+def _pod_paths(namespaces: Sequence[str]) -> dict[str, str]:
+    """One watch for each namespace, or one, under the empty name, for all of them."""
+    if not namespaces:
+        return {"": "/api/v1/pods"}
+    return {namespace: f"/api/v1/namespaces/{namespace}/pods" for namespace in namespaces}
+
+
+def _keyed_pod(document: JSON) -> tuple[tuple[str, str], PodView] | None:
+    pod = pod_of(document)
+    return None if pod is None else (pod.key, pod)
+
+
+def _keyed_node(document: JSON) -> tuple[str, NodeView]:
+    node = node_of(document)
+    return node.name, node
+
+
+def _keyed_report(document: JSON) -> tuple[str, NodeReport]:
+    report = report_of(document)
+    return report.node, report
+
+
+def _keyed_agent(document: JSON) -> tuple[str, AgentView]:
+    agent = agent_of(document)
+    return agent.pod, agent

@@ -1,0 +1,222 @@
+"""The API server as this operator sees it: requests with time-outs, plain JSON in and out, errors in words of our own.
+
+Objects stay JSON here: a pod parsed into the client's generated classes costs ten times the few fields that are looked
+at. Authentication, its renewal and TLS are the client library's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+
+import aiohttp
+from kubernetes.aio import client, config
+
+from stepfast.errors import StepfastError
+from stepfast_operator.document import JSON
+
+_REQUEST_SECONDS = 30.0
+_CONNECT_SECONDS = 10.0
+_MESSAGE_CHARACTERS = 2000
+
+
+class KubeError(StepfastError):
+    """The API server refused a request, or did not answer."""
+
+
+class KubeUnavailable(KubeError):
+    """It does not answer, is overloaded, or fails: try again."""
+
+
+class NotFound(KubeError):
+    """There is no such object."""
+
+
+class AlreadyExists(KubeError):
+    """An object of that name is there."""
+
+
+class Conflict(KubeError):
+    """The object is not as the request expected it."""
+
+
+class Expired(KubeError):
+    """That resource version is too old to go on from: list anew."""
+
+
+class Forbidden(KubeError):
+    """The operator's service account may not do that."""
+
+
+class Invalid(KubeError):
+    """The object breaks a rule of the API; the message says which."""
+
+
+class PatchKind(StrEnum):
+    """How a patch's body is meant."""
+
+    MERGE = "application/merge-patch+json"
+    JSON = "application/json-patch+json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchEvent:
+    """One line of a watch. `kind` is ADDED, MODIFIED, DELETED or BOOKMARK."""
+
+    kind: str
+    object: JSON
+
+
+class Kube:
+    """A connection pool to one API server."""
+
+    def __init__(self, configuration: client.Configuration) -> None:
+        self._api = client.ApiClient(configuration)
+
+    @staticmethod
+    async def connect() -> Kube:
+        """With the pod's service account, or outside of a cluster with KUBECONFIG. Raises KubeError."""
+        configuration = client.Configuration()
+        try:
+            config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call] # theirs
+        except config.ConfigException:
+            try:
+                await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call] # theirs
+            except (config.ConfigException, OSError) as error:
+                raise KubeError(f"neither a service account nor a kubeconfig: {error}") from error
+        return Kube(configuration)
+
+    async def close(self) -> None:
+        await self._api.close()  # type: ignore[no-untyped-call] # theirs
+
+    async def get(self, path: str, **query: str) -> JSON:
+        """An object or a list. Raises KubeError."""
+        return await self._request("GET", path, query)
+
+    async def create(self, path: str, body: JSON) -> JSON:
+        """The object as it was made. Raises AlreadyExists, Invalid, other KubeErrors."""
+        return await self._request("POST", path, {}, body)
+
+    async def replace(self, path: str, body: JSON) -> JSON:
+        """The object as it is now. Raises Conflict when its resource version is not the body's."""
+        return await self._request("PUT", path, {}, body)
+
+    async def patch(self, path: str, body: JSON, kind: PatchKind = PatchKind.MERGE) -> JSON:
+        """The object as it is now. Raises NotFound, Invalid (a failed `test`, too), other KubeErrors."""
+        return await self._request("PATCH", path, {}, body, content_type=str(kind))
+
+    async def delete(self, path: str, *, grace_seconds: int | None = None, uid: str | None = None) -> None:
+        """Asks for the object's end, of that uid alone. No error when there is none (any more)."""
+        body: dict[str, JSON] = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        with suppress(NotFound, Conflict):  # Conflict: another object has the name by now
+            await self._request("DELETE", path, {}, body)
+
+    async def watch(self, path: str, *, idle_seconds: float, **query: str) -> AsyncGenerator[WatchEvent, None]:
+        """What happens from `resourceVersion` on, until the server ends it. Raises Expired; KubeUnavailable also when
+        nothing, not even a bookmark, came for so long: a connection may die without a word.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS, sock_read=idle_seconds)
+        response = await self._send("GET", path, {**query, "watch": "true", "allowWatchBookmarks": "true"}, timeout)
+        try:
+            async for line in _lines(response.content):
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    raise _error_of(int(event["object"].get("code") or 500), event["object"], f"watch {path}")
+                yield WatchEvent(kind=event["type"], object=event["object"])
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+            raise KubeUnavailable(f"watch {path}: {error!r}") from error
+        finally:
+            response.close()
+
+    async def _request(
+        self, method: str, path: str, query: Mapping[str, str], body: JSON = None, *, content_type: str | None = None
+    ) -> JSON:
+        timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS, connect=_CONNECT_SECONDS)
+        response = await self._send(method, path, query, timeout, body=body, content_type=content_type)
+        try:
+            return json.loads(await response.read())
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise KubeUnavailable(f"{method} {path}: {error!r}") from error
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        timeout: aiohttp.ClientTimeout,
+        *,
+        body: JSON = None,
+        content_type: str | None = None,
+    ) -> aiohttp.ClientResponse:
+        headers = {"Accept": "application/json", "Content-Type": content_type or "application/json"}
+        try:
+            serialized = await self._api.param_serialize(
+                method, path, query_params=list(query.items()), header_params=headers, body=body,
+                auth_settings=["BearerToken"],
+            )  # fmt: skip
+            answer = await self._api.call_api(*serialized, _request_timeout=timeout)
+            response: aiohttp.ClientResponse = answer.response
+            if response.status < 400:
+                return response
+            document = await _body_of(response)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise KubeUnavailable(f"{method} {path}: {error!r}") from error
+        raise _error_of(response.status, document, f"{method} {path}")
+
+
+async def _body_of(response: aiohttp.ClientResponse) -> JSON:
+    """What is between us and the API server may answer, too, and not in JSON."""
+    text = (await response.text())[: 10 * _MESSAGE_CHARACTERS]
+    try:
+        document = json.loads(text)
+    except ValueError:
+        document = None
+    return document if isinstance(document, dict) else {"message": text}
+
+
+async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a stream; `readline` would refuse long ones, and a pod may be long."""
+    rest = b""
+    while data := await stream.readany():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line:
+                yield line
+
+
+def _error_of(code: int, status: JSON, what: str) -> KubeError:
+    message = f"{what}: {str(status.get('message') or code)[:_MESSAGE_CHARACTERS]}"
+    match code, status.get("reason"):
+        case 404, _:
+            return NotFound(message)
+        case 409, "AlreadyExists":
+            return AlreadyExists(message)
+        case 409, _:
+            return Conflict(message)
+        case 410, _:
+            return Expired(message)
+        case ((401 | 403), _):
+            return Forbidden(message)
+        case ((400 | 422), _):
+            return Invalid(message)
+        case ((408 | 429), _):
+            return KubeUnavailable(message)
+        case _ if code >= 500:
+            return KubeUnavailable(message)
+        case _:
+            return KubeError(message)
+
+
+async def pause(seconds: float, wake: asyncio.Event) -> None:
+    """Waits for so long, or until woken."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await wake.wait()

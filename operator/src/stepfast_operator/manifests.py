@@ -1,0 +1,245 @@
+"""The objects that a gang consists of in the cluster, as JSON: its pods and its headless Service. Pure.
+
+The user's template comes first; what Stepfast needs is laid over it and cannot be taken away: the name, the restart
+policy, the volume with the agent's socket, torchrun's and Stepfast's own variables.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stepfast.step import JobKey
+from stepfast_operator import labels
+from stepfast_operator.actions import LaunchGang
+from stepfast_operator.document import JSON
+from stepfast_operator.spec import RestartStrategy, TrainingSpec, settings_text
+
+API_VERSION = "stepfast.dev/v1alpha1"
+RENDEZVOUS_PORT = 29400
+_DRIVER = "csi.stepfast.dev"
+_VOLUME = "stepfast"
+_MOUNT = "/run/stepfast"
+_GPUS = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/i915")
+_SPOT = "kubernetes.azure.com/scalesetpriority"
+_HOSTNAME = "kubernetes.io/hostname"
+_LAUNCHER = "stepfast.launcher"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The TrainingJob."""
+
+    job: JobKey
+    uid: str
+
+    def reference(self) -> JSON:
+        """With it, what is made goes when the job goes."""
+        return {
+            "apiVersion": API_VERSION,
+            "kind": "TrainingJob",
+            "name": self.job.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+
+
+def processes_per_node(spec: TrainingSpec) -> int:
+    """`numProcPerNode`; auto is one per GPU that a node's pod asks for, one without."""
+    if spec.trainer.num_proc_per_node is not None:
+        return spec.trainer.num_proc_per_node
+    resources: Mapping[str, Mapping[str, JSON]] = spec.trainer.resources_per_node
+    limits = resources.get("limits") or {}
+    return max(1, sum(int(limits.get(name) or 0) for name in _GPUS))
+
+
+def service_of(owner: Owner) -> JSON:
+    """The headless Service by which the pods find each other, ready or not."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": owner.job.name,
+            "namespace": owner.job.namespace,
+            "labels": {labels.JOB: owner.job.name, labels.MANAGED_BY: labels.OPERATOR},
+            "ownerReferences": [owner.reference()],
+        },
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {labels.JOB_UID: owner.uid},
+            "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT}],
+        },
+    }
+
+
+def pod_of(
+    owner: Owner, spec: TrainingSpec, launch: LaunchGang, index: int, *, storage_uri: str, preferred_node: str | None
+) -> JSON:
+    """The pod of that node index. `preferred_node` is where its predecessor ran: its slots are there."""
+    template = copy.deepcopy(dict(spec.template.spec)) if spec.template is not None else {}
+    metadata = copy.deepcopy(dict(spec.template.metadata)) if spec.template is not None else {}
+    job = owner.job
+    others = [container for container in template.get("containers") or () if container.get("name") != labels.CONTAINER]
+    ours = next((one for one in template.get("containers") or () if one.get("name") == labels.CONTAINER), {})
+    variables = environment(owner, spec, launch, index, storage_uri=storage_uri)
+    pod: dict[str, JSON] = {
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        **template,
+        "restartPolicy": "Never",
+        "hostname": hostname(launch.attempt, index),
+        "subdomain": job.name,
+        "containers": [_container(ours, spec, variables), *others],
+        "volumes": [*_without(template.get("volumes") or (), _VOLUME), _volume(spec, job, launch.run)],
+        "affinity": _affinity(template.get("affinity") or {}, owner, preferred_node),
+    }
+    if spec.spot.tolerate:
+        spot = {"key": _SPOT, "operator": "Equal", "value": "spot", "effect": "NoSchedule"}
+        pod["tolerations"] = [*(template.get("tolerations") or ()), spot]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": labels.pod_name(job.name, launch.attempt, index),
+            "namespace": job.namespace,
+            "labels": {
+                **(metadata.get("labels") or {}),
+                labels.JOB: job.name,
+                labels.JOB_UID: owner.uid,
+                labels.ATTEMPT: str(launch.attempt),
+                labels.NODE_INDEX: str(index),
+                labels.MANAGED_BY: labels.OPERATOR,
+            },
+            "annotations": {**(metadata.get("annotations") or {}), labels.RUN: launch.run},
+            "ownerReferences": [owner.reference()],
+        },
+        "spec": pod,
+    }
+
+
+def hostname(attempt: int, index: int) -> str:
+    """Padded with zeros: c10d numbers nodes in the order of their addresses, and ranks are to keep their nodes."""
+    return f"a{attempt}-n{index:05d}"
+
+
+def environment(
+    owner: Owner, spec: TrainingSpec, launch: LaunchGang, index: int, *, storage_uri: str
+) -> dict[str, str]:
+    """torchrun's own variables and ours."""
+    policy, processes = spec.failure_policy, processes_per_node(spec)
+    in_place = policy.max_in_place_restarts if policy.restart_strategy is RestartStrategy.IN_PLACE else 0
+    # Short names, which the pod's search domains complete: whatever the cluster's domain is called.
+    first, own = (f"{hostname(launch.attempt, node)}.{owner.job.name}" for node in (0, index))
+    variables = {
+        "PET_NNODES": str(spec.trainer.num_nodes),
+        "PET_NPROC_PER_NODE": str(processes),
+        "PET_NODE_RANK": str(index),
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": f"{first}:{RENDEZVOUS_PORT}",
+        "PET_RDZV_ID": launch.run,
+        # Said rather than guessed: a name that is not published yet would make node 0 wait for itself.
+        "PET_RDZV_CONF": f"is_host={'true' if index == 0 else 'false'}",
+        "PET_LOCAL_ADDR": own,
+        "PET_MAX_RESTARTS": str(in_place),
+        "PET_MONITOR_INTERVAL": "0.1",
+        "PET_LOG_DIR": "/tmp/stepfast",  # in the pod, whose last words it keeps
+        "PET_TEE": "2",
+        "PET_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
+        "STEPFAST_SOCKET": f"{_MOUNT}/agent.sock",
+        "STEPFAST_JOB": str(owner.job),
+        "STEPFAST_RUN": launch.run,
+        "STEPFAST_ATTEMPT": str(launch.attempt),
+        "STEPFAST_RESUME_STEP": str(launch.resume_step),
+        "STEPFAST_STORAGE_URI": storage_uri,
+        "STEPFAST_MEMORY_BUFFER_SIZE": str(spec.checkpoint.memory.size_limit or 0),
+        "STEPFAST_SETTINGS": settings_text(spec, node=index, ranks_per_agent=processes),
+        "STEPFAST_TERMINATION_LOG": "/dev/termination-log",
+    }
+    if spec.checkpoint.secret_ref is not None:
+        # Nobody but the gang and its agents may read that storage: the ranks agree on the newest step themselves.
+        del variables["STEPFAST_RESUME_STEP"]
+    return variables
+
+
+def _container(template: JSON, spec: TrainingSpec, variables: Mapping[str, str]) -> JSON:
+    trainer = spec.trainer
+    container: dict[str, JSON] = {
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        **template,
+        "name": labels.CONTAINER,
+        "command": command_of(trainer.command, trainer.args),
+        "env": _environment(template.get("env") or (), spec, variables),
+        "volumeMounts": [
+            *_without(template.get("volumeMounts") or (), _VOLUME),
+            {"name": _VOLUME, "mountPath": _MOUNT, "readOnly": True},
+        ],
+    }
+    container.pop("args", None)
+    if trainer.image is not None:
+        container["image"] = trainer.image
+    if trainer.working_dir is not None:
+        container["workingDir"] = trainer.working_dir
+    if trainer.resources_per_node:
+        container["resources"] = json.loads(json.dumps(trainer.resources_per_node))
+    if spec.checkpoint.secret_ref is not None:
+        secret = {"secretRef": {"name": spec.checkpoint.secret_ref.name}}
+        container["envFrom"] = [*(template.get("envFrom") or ()), secret]
+    return container
+
+
+def command_of(command: Sequence[str], args: Sequence[str]) -> list[str]:
+    """What the container runs: torchrun is replaced by our launcher, which reads the same options and tells why a
+    rank failed.
+    """
+    words = [*command, *args]
+    program = words[0].rpartition("/")[2]
+    if program == "torchrun":
+        return ["python3", "-m", _LAUNCHER, *words[1:]]
+    if program.startswith("python") and words[1:3] in (["-m", "torch.distributed.run"], ["-m", _LAUNCHER]):
+        return [words[0], "-m", _LAUNCHER, *words[3:]]
+    return words
+
+
+def _environment(template: Sequence[JSON], spec: TrainingSpec, variables: Mapping[str, str]) -> list[JSON]:
+    """Later ones win: the template's, the trainer's, ours."""
+    merged: dict[str, JSON] = {one["name"]: one for one in template}
+    for variable in spec.trainer.env:
+        value = {"value": variable.value} if variable.value_from is None else {"valueFrom": dict(variable.value_from)}
+        merged[variable.name] = {"name": variable.name, **value}
+    merged.update({name: {"name": name, "value": value} for name, value in variables.items()})
+    return list(merged.values())
+
+
+def _volume(spec: TrainingSpec, job: JobKey, run: str) -> JSON:
+    """The agent's socket for this pod alone. The kubelet hands the secret to the agent, and to nobody else."""
+    driver: dict[str, JSON] = {"driver": _DRIVER, "volumeAttributes": {"job": job.name, "run": run}}
+    if spec.checkpoint.secret_ref is not None:
+        driver["nodePublishSecretRef"] = {"name": spec.checkpoint.secret_ref.name}
+    return {"name": _VOLUME, "csi": driver}
+
+
+def _affinity(template: JSON, owner: Owner, preferred_node: str | None) -> JSON:
+    """A node holds one pod of a gang, as its name says, and rather that which it held before."""
+    affinity = copy.deepcopy(dict(template))
+    apart = affinity.setdefault("podAntiAffinity", {})
+    apart["requiredDuringSchedulingIgnoredDuringExecution"] = [
+        *(apart.get("requiredDuringSchedulingIgnoredDuringExecution") or ()),
+        {"labelSelector": {"matchLabels": {labels.JOB_UID: owner.uid}}, "topologyKey": _HOSTNAME},
+    ]
+    if preferred_node is not None:
+        near = affinity.setdefault("nodeAffinity", {})
+        term = {"matchExpressions": [{"key": _HOSTNAME, "operator": "In", "values": [preferred_node]}]}
+        near["preferredDuringSchedulingIgnoredDuringExecution"] = [
+            *(near.get("preferredDuringSchedulingIgnoredDuringExecution") or ()), {"weight": 100, "preference": term}
+        ]  # fmt: skip
+    return affinity
+
+
+def _without(named: Sequence[JSON], name: str) -> list[JSON]:
+    return [one for one in named if one.get("name") != name]

@@ -1,0 +1,201 @@
+"""What a decision sees of a pod, a node and a node's report: trimmed out of the API's JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from stepfast.errors import SpecError
+from stepfast.nodestatus import JobStatus, from_document
+from stepfast.step import JobKey
+from stepfast_operator import labels
+from stepfast_operator.document import JSON
+
+_TERMINAL = frozenset({"Succeeded", "Failed"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Termination:
+    """How the trainer's container ended. `message` is what its launcher wrote, or the last lines of its log."""
+
+    exit_code: int
+    reason: str
+    message: str
+    finished_time: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodView:
+    """A pod of a gang. Times are seconds since the epoch; the API server gives whole ones."""
+
+    namespace: str
+    name: str
+    uid: str
+    job: str
+    job_uid: str
+    run: str
+    attempt: int
+    index: int
+    node: str | None
+    phase: str
+    reason: str
+    conditions: tuple[tuple[str, str, str, str], ...]  # type, status, reason, message
+    created_time: float
+    deleted_time: float | None  # when somebody asked for its end
+    waiting: str  # why its container has not started
+    termination: Termination | None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.namespace, self.name)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its container may still run, or may be started."""
+        return self.phase not in _TERMINAL
+
+    def condition(self, kind: str) -> tuple[str, str, str, str] | None:
+        return next((condition for condition in self.conditions if condition[0] == kind), None)
+
+    def has_condition(self, kind: str) -> bool:
+        found = self.condition(kind)
+        return found is not None and found[1] == "True"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """A node. `not_ready_time` is since when it is not Ready; None while it is."""
+
+    name: str
+    not_ready_time: float | None
+    ready_message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """What a node's agent reports, and which generation of the operator's requests that takes in."""
+
+    node: str
+    generation: int
+    observed_generation: int
+    requests: tuple[Mapping[str, str], ...]
+    jobs: Sequence[JobStatus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentView:
+    """A node's agent, as its pod."""
+
+    pod: str
+    node: str | None
+    is_ready: bool
+
+
+def pod_of(pod: JSON) -> PodView | None:
+    """None for a pod that is no gang's."""
+    metadata = pod["metadata"]
+    marks, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    status = pod.get("status") or {}
+    try:
+        attempt, index = int(marks[labels.ATTEMPT]), int(marks[labels.NODE_INDEX])
+        job, job_uid, run = marks[labels.JOB], marks[labels.JOB_UID], notes[labels.RUN]
+    except (KeyError, ValueError):
+        return None
+    container: JSON = next(
+        (one for one in status.get("containerStatuses") or () if one["name"] == labels.CONTAINER), {}
+    )
+    state = container.get("state") or {}
+    return PodView(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        job=job,
+        job_uid=job_uid,
+        run=run,
+        attempt=attempt,
+        index=index,
+        node=(pod.get("spec") or {}).get("nodeName"),
+        phase=status.get("phase") or "Pending",
+        reason=status.get("reason") or "",
+        conditions=_conditions(status),
+        created_time=_time(metadata.get("creationTimestamp")) or 0.0,
+        deleted_time=_deleted_time(metadata),
+        waiting=_waiting(state),
+        termination=_termination(state.get("terminated")),
+    )
+
+
+def node_of(node: JSON) -> NodeView:
+    ready: Mapping[str, str] = next(
+        (one for one in (node.get("status") or {}).get("conditions") or () if one["type"] == "Ready"), {}
+    )
+    is_ready = ready.get("status") == "True"
+    return NodeView(
+        name=node["metadata"]["name"],
+        not_ready_time=None if is_ready else _time(ready.get("lastTransitionTime")) or 0.0,
+        ready_message="" if is_ready else f"{ready.get('reason', 'NotReady')}: {ready.get('message', '')}".rstrip(": "),
+    )
+
+
+def report_of(document: JSON) -> NodeReport:
+    """A CheckpointNode; one whose status does not make sense reports nothing."""
+    metadata, spec, status = document["metadata"], document.get("spec") or {}, document.get("status") or {}
+    try:
+        jobs = from_document({"node": metadata["name"], "memory": {"limitBytes": 0, "usedBytes": 0}, **status}).jobs
+    except (KeyError, TypeError, ValueError, SpecError):
+        jobs = ()
+    return NodeReport(
+        node=metadata["name"],
+        generation=int(metadata.get("generation") or 0),
+        observed_generation=int(status.get("observedGeneration") or 0),
+        requests=tuple(dict(request) for request in spec.get("requests") or ()),
+        jobs=jobs,
+    )
+
+
+def agent_of(pod: JSON) -> AgentView:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return AgentView(
+        pod=pod["metadata"]["name"],
+        node=(pod.get("spec") or {}).get("nodeName"),
+        is_ready=any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+        and not pod["metadata"].get("deletionTimestamp"),
+    )
+
+
+def jobs_of(report: NodeReport) -> frozenset[JobKey]:
+    return frozenset(status.job for status in report.jobs)
+
+
+def _conditions(status: JSON) -> tuple[tuple[str, str, str, str], ...]:
+    return tuple(
+        (one["type"], one["status"], one.get("reason") or "", one.get("message") or "")
+        for one in status.get("conditions") or ()
+    )
+
+
+def _waiting(state: JSON) -> str:
+    waiting = state.get("waiting") or {}
+    return f"{waiting.get('reason', '')}: {waiting.get('message', '')}".strip(": ")
+
+
+def _termination(terminated: JSON) -> Termination | None:
+    if not terminated:
+        return None
+    return Termination(
+        exit_code=int(terminated.get("exitCode") or 0),
+        reason=terminated.get("reason") or "",
+        message=terminated.get("message") or "",
+        finished_time=_time(terminated.get("finishedAt")),
+    )
+
+
+def _deleted_time(metadata: JSON) -> float | None:
+    """The API gives the end of the grace period; the request came before it."""
+    end = _time(metadata.get("deletionTimestamp"))
+    return None if end is None else end - float(metadata.get("deletionGracePeriodSeconds") or 0)
+
+
+def _time(text: str | None) -> float | None:
+    return None if not text else datetime.fromisoformat(text).timestamp()

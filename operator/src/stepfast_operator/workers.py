@@ -1,0 +1,162 @@
+"""How the pods of a gang stand, in the words of a decision: workers and their failures. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from stepfast_operator.document import JSON
+from stepfast_operator.observed import Failure, Worker, WorkerPhase
+from stepfast_operator.podview import NodeView, PodView, Termination
+from stepfast_operator.record import Cause
+
+_DISRUPTION = "DisruptionTarget"
+_OOM = "OOMKilled"
+_PHASES = {
+    "Pending": WorkerPhase.PENDING,
+    "Running": WorkerPhase.RUNNING,
+    "Unknown": WorkerPhase.RUNNING,
+    "Succeeded": WorkerPhase.SUCCEEDED,
+    "Failed": WorkerPhase.FAILED,
+}
+_MESSAGE_CHARACTERS = 1000
+
+
+def workers_of(
+    pods: Iterable[PodView],
+    nodes: int,
+    node_of: Callable[[str], NodeView | None],
+    *,
+    now: float,
+    is_stopping: bool,
+) -> list[Worker]:
+    """The workers of the gang whose pods these are. `is_stopping`: it was asked to end, so that pods which go
+    have not failed.
+    """
+    by_index = {pod.index: pod for pod in pods}
+    return [_worker(index, by_index.get(index), node_of, now, is_stopping) for index in range(nodes)]
+
+
+def _worker(
+    index: int, pod: PodView | None, node_of: Callable[[str], NodeView | None], now: float, is_stopping: bool
+) -> Worker:
+    if pod is None:
+        gone = Failure(cause=Cause.POD_DELETED, time=now, message=f"the pod of node index {index} is gone")
+        return Worker(
+            index=index, node="", phase=WorkerPhase.FAILED, failure=None if is_stopping else gone
+        )  # fmt: skip
+    node = node_of(pod.node) if pod.node is not None else None
+    phase = _PHASES.get(pod.phase, WorkerPhase.RUNNING)
+    failure = _ended(pod, now) if phase is not WorkerPhase.SUCCEEDED else None
+    if failure is None and pod.is_alive and not is_stopping:
+        failure = _lost(pod, node, now) or _deleted(pod)
+    return Worker(
+        index=index,
+        node=pod.node or "",
+        pod=pod.name,
+        phase=phase,
+        failure=failure,
+        message=_pending(pod) if phase is WorkerPhase.PENDING else "",
+    )
+
+
+def _ended(pod: PodView, now: float) -> Failure | None:
+    """The container's end, as its launcher tells it, or as the kubelet does."""
+    ended = pod.termination
+    if ended is None and pod.phase != "Failed":
+        return None
+    if ended is not None and ended.exit_code == 0 and pod.phase != "Failed":
+        return None
+    if pod.has_condition(_DISRUPTION) or pod.reason in ("Evicted", "Preempting", "Terminated", "NodeShutdown"):
+        return _disrupted(pod, (ended.finished_time if ended is not None else None) or now)
+    if ended is None:
+        return _failure(pod, Cause.WORKER_FAILED, now, message=pod.reason or "the pod failed")
+    said = _said(ended)
+    when = said.get("time") if isinstance(said.get("time"), int | float) else ended.finished_time
+    rank, code = said.get("rank"), said.get("exitCode")
+    is_rank = isinstance(code, int) and code != 0 and isinstance(rank, int)
+    cause = Cause.RANK_FAILED if is_rank else Cause.WORKER_FAILED
+    if ended.reason == _OOM:
+        cause = Cause.OOM_KILLED
+    message = str(said.get("message") or "") if said else ended.message.strip()[-_MESSAGE_CHARACTERS:]
+    return _failure(
+        pod,
+        cause,
+        float(when) if when is not None else now,
+        rank=rank if is_rank else None,
+        exit_code=code if is_rank else ended.exit_code,
+        reason=ended.reason or None,
+        message=message or f"its launcher ended with exit code {ended.exit_code}",
+    )
+
+
+def _lost(pod: PodView, node: NodeView | None, now: float) -> Failure | None:
+    """A pod on a node that does not answer, or that is no more."""
+    if pod.node is None or (node is not None and node.not_ready_time is None):
+        return None
+    if node is None:
+        return _failure(pod, Cause.NODE_LOST, now, message=f"node {pod.node} is gone")
+    since = node.not_ready_time or now
+    return _failure(pod, Cause.NODE_LOST, since, message=f"node {pod.node} is not ready ({node.ready_message})")
+
+
+def _deleted(pod: PodView) -> Failure | None:
+    if pod.has_condition(_DISRUPTION):
+        return _disrupted(pod, pod.deleted_time or pod.created_time)
+    if pod.deleted_time is None:
+        return None
+    return _failure(pod, Cause.POD_DELETED, pod.deleted_time, message="somebody deleted the pod")
+
+
+def _disrupted(pod: PodView, when: float) -> Failure:
+    condition = pod.condition(_DISRUPTION)
+    reason = condition[2] if condition is not None else pod.reason
+    message = condition[3] if condition is not None else "the kubelet ended the pod"
+    return _failure(pod, Cause.POD_EVICTED, when, reason=reason, message=message)
+
+
+def _failure(
+    pod: PodView,
+    cause: Cause,
+    when: float,
+    *,
+    rank: int | None = None,
+    exit_code: int | None = None,
+    reason: str | None = None,
+    message: str,
+) -> Failure:
+    return Failure(
+        cause=cause,
+        time=when,
+        node=pod.node,
+        pod=pod.name,
+        rank=rank,
+        exit_code=exit_code,
+        reason=reason or pod.reason or None,
+        pod_conditions=tuple((kind, status) for kind, status, _, _ in pod.conditions),
+        message=message,
+    )
+
+
+def _said(ended: Termination) -> Mapping[str, JSON]:
+    """What the launcher wrote into the termination log; empty for a container that has none of ours."""
+    try:
+        said = json.loads(ended.message)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _pending(pod: PodView) -> str:
+    """Why the pod does not run yet."""
+    scheduled = pod.condition("PodScheduled")
+    if scheduled is not None and scheduled[1] == "False":
+        return f"{pod.name}: {scheduled[2]}: {scheduled[3]}"
+    return f"{pod.name}: {pod.waiting}" if pod.waiting else pod.name
+
+
+def previous_nodes(pods: Sequence[PodView], attempt: int) -> dict[int, str]:
+    """Where the pods of the newest attempt before that one ran, by node index."""
+    earlier = [pod for pod in pods if pod.attempt < attempt and pod.node is not None]
+    newest = max((pod.attempt for pod in earlier), default=0)
+    return {pod.index: pod.node for pod in earlier if pod.attempt == newest and pod.node is not None}
