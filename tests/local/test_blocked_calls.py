@@ -59,7 +59,7 @@ def store() -> Iterator[HungStore]:
 
 @pytest.fixture
 def backend(store: HungStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProcessBackend:
-    monkeypatch.setattr(process, "_STORAGE_SECONDS", 0.2)
+    monkeypatch.setattr(jobstorage, "_STORAGE_SECONDS", 0.2)
     settings = ProcessSettings(
         storage_uri="hung://",
         open_store=lambda uri: store,  # type: ignore[arg-type,return-value] # as much as is needed of one
@@ -86,7 +86,7 @@ def test_hung_storage_holds_up_no_kill_and_no_end(backend: ProcessBackend, store
 def test_hung_storage_holds_up_no_interrupt(
     backend: ProcessBackend, store: HungStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_STORAGE_SECONDS", 10.0 * SECONDS)
+    monkeypatch.setattr(jobstorage, "_STORAGE_SECONDS", 10.0 * SECONDS)
 
     async def scenario() -> None:
         reading = asyncio.ensure_future(backend.read_steps())

@@ -1,4 +1,4 @@
-"""The fence: a Lease that only one operator holds. Whoever cannot renew it in time stops to act, before another one may.
+"""The fence: a Lease that only one operator holds. Whoever cannot renew it in time stops acting before another may.
 
 A pod has one name for all its containers one after another, so an operator that was killed and is restarted in its pod
 goes on at once; another pod waits until the Lease is given up or has run out.

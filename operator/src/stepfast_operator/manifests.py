@@ -80,11 +80,11 @@ def pod_of(
     owner: Owner, spec: TrainingSpec, launch: LaunchGang, index: int, *, storage_uri: str, preferred_node: str | None
 ) -> JSON:
     """The pod of that node index. `preferred_node` is where its predecessor ran: its slots are there."""
-    template = copy.deepcopy(dict(spec.template.spec)) if spec.template is not None else {}
-    metadata = copy.deepcopy(dict(spec.template.metadata)) if spec.template is not None else {}
-    job = owner.job
-    others = [container for container in template.get("containers") or () if container.get("name") != labels.CONTAINER]
-    ours = next((one for one in template.get("containers") or () if one.get("name") == labels.CONTAINER), {})
+    template: dict[str, JSON] = copy.deepcopy(dict(spec.template.spec))
+    job, metadata = owner.job, spec.template.metadata
+    containers: list[JSON] = template.get("containers") or []
+    ours: JSON = next((one for one in containers if one.get("name") == labels.CONTAINER), {})
+    others = [one for one in containers if one.get("name") != labels.CONTAINER]
     variables = environment(owner, spec, launch, index, storage_uri=storage_uri)
     pod: dict[str, JSON] = {
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
@@ -108,14 +108,14 @@ def pod_of(
             "name": labels.pod_name(job.name, launch.attempt, index),
             "namespace": job.namespace,
             "labels": {
-                **(metadata.get("labels") or {}),
+                **metadata.labels,
                 labels.JOB: job.name,
                 labels.JOB_UID: owner.uid,
                 labels.ATTEMPT: str(launch.attempt),
                 labels.NODE_INDEX: str(index),
                 labels.MANAGED_BY: labels.OPERATOR,
             },
-            "annotations": {**(metadata.get("annotations") or {}), labels.RUN: launch.run},
+            "annotations": {**metadata.annotations, labels.RUN: launch.run},
             "ownerReferences": [owner.reference()],
         },
         "spec": pod,

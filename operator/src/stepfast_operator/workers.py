@@ -42,9 +42,8 @@ def _worker(
 ) -> Worker:
     if pod is None:
         gone = Failure(cause=Cause.POD_DELETED, time=now, message=f"the pod of node index {index} is gone")
-        return Worker(
-            index=index, node="", phase=WorkerPhase.FAILED, failure=None if is_stopping else gone
-        )  # fmt: skip
+        failure = None if is_stopping else gone
+        return Worker(index=index, node=f"(node index {index})", phase=WorkerPhase.FAILED, failure=failure)
     node = node_of(pod.node) if pod.node is not None else None
     phase = _PHASES.get(pod.phase, WorkerPhase.RUNNING)
     failure = _ended(pod, now) if phase is not WorkerPhase.SUCCEEDED else None
@@ -52,7 +51,7 @@ def _worker(
         failure = _lost(pod, node, now) or _deleted(pod)
     return Worker(
         index=index,
-        node=pod.node or "",
+        node=pod.node or pod.name,
         pod=pod.name,
         phase=phase,
         failure=failure,

@@ -14,11 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-from stepfast.catalog import committed_steps, supersede_after
-from stepfast.errors import StepfastError, StorageUnavailable
-from stepfast.layout import job_folder
+from stepfast.errors import StepfastError
 from stepfast.nodestatus import JobStatus
 from stepfast.storage.base import Store
 from stepfast_operator.actions import LaunchGang, StopMode
@@ -35,6 +32,7 @@ from stepfast_operator.backends.gangprocess import (
     torchrun_environment,
     variables_of,
 )
+from stepfast_operator.backends.jobstorage import JobStorage
 from stepfast_operator.backends.localagent import LocalAgent
 from stepfast_operator.backends.statefolder import Launch, StateFolder
 from stepfast_operator.document import JSON
@@ -53,12 +51,9 @@ from stepfast_operator.observed import (
 from stepfast_operator.record import Attempt, Cause, Status
 from stepfast_operator.spec import TrainingJob, settings_text
 
-_STORAGE_SECONDS = 120.0
-_STORE_CLOSE_SECONDS = 5.0
 _KILL_SECONDS = 10.0
 _REAP_SECONDS = 1.0
 _TERMINATION_POLL_SECONDS = 0.1
-T = TypeVar("T")
 
 
 class GangUnkillable(StepfastError):
@@ -94,14 +89,11 @@ class ProcessBackend:
     ) -> None:
         self._job, self._uid, self._state, self._agent, self._settings = job, uid, state, agent, settings
         self.intent = Intent.RUN  # changed by `ask`
-        self._is_asked = asyncio.Event()  # for anything but to run
         self._ranks_per_node = local_processes(job.spec.trainer.num_proc_per_node)
         self._gang: dict[int, GangProcess] = {}
         self._gang_run: str | None = None
         self._poll: asyncio.TimerHandle | None = None
-        self._store: Store | None = None
-        self._storage_free = asyncio.Event()  # no call is under way
-        self._storage_free.set()
+        self._storage = JobStorage(job.job, settings.storage_uri, settings.open_store)
         saved = state.read()
         self._began = settings.clock()
         self._written = saved.written_time if saved is not None else self._began
@@ -110,7 +102,7 @@ class ProcessBackend:
         """Says what the user wants now, and lets go of a storage call that could hold that up."""
         self.intent = intent
         if intent is not Intent.RUN:
-            self._is_asked.set()
+            self._storage.let_go()
 
     async def observe(self, status: Status) -> Observed:
         now = self._settings.clock()
@@ -142,21 +134,14 @@ class ProcessBackend:
             dead_ranks=dead,
             began_time=self._began,
             command=self._job.command,
-            storage_uri=f"{self._settings.storage_uri.rstrip('/')}/{job_folder(self._job.job)}",
+            storage_uri=self._storage.job_uri,
         )
 
     async def read_steps(self) -> Sequence[Committed]:
-        folder = job_folder(self._job.job)
-        found = await self._with_store(lambda store: committed_steps(store, folder))
-        return [
-            Committed(step=step.step, size_bytes=step.size_bytes, committed_time=step.committed_time)
-            for step in found
-            if step.damage is None
-        ]
+        return await self._storage.read_steps()
 
     async def supersede_after(self, step: int) -> None:
-        folder = job_folder(self._job.job)
-        await self._with_store(lambda store: supersede_after(store, folder, step))
+        await self._storage.supersede_after(step)
 
     async def launch(self, launch: LaunchGang) -> None:
         if self._gang_run == launch.run:
@@ -220,7 +205,7 @@ class ProcessBackend:
             await self._kill(self._is_ours)
         self._forget_gang()
         is_all_persisted = await self._agent.end() if self._agent is not None else True
-        await self._close_store()
+        await self._storage.close()
         return is_all_persisted
 
     @property
@@ -310,45 +295,6 @@ class ProcessBackend:
             raise GangUnkillable(
                 f"processes {sorted(left)} of {self._job.job} do not end when killed: no gang is started"
             )
-
-    async def _with_store(self, call: Callable[[Store], T]) -> T:
-        """One call at a time: one that hangs is not joined by others, and a roll-back that comes late is over before
-        anything is planned on top of it.
-        """
-
-        def work() -> T:
-            if self._store is None:
-                self._store = self._settings.open_store(self._settings.storage_uri)
-            return call(self._store)
-
-        unavailable = StorageUnavailable(f"{self._settings.storage_uri} does not answer within {_STORAGE_SECONDS:g} s")
-        if not self._storage_free.is_set():
-            raise unavailable
-        self._storage_free.clear()
-        under_way = call_in_thread(work, name="stepfast-storage")
-        under_way.add_done_callback(self._free_storage)
-        asked = asyncio.ensure_future(self._is_asked.wait())
-        try:
-            either: set[asyncio.Future[Any]] = {under_way, asked}
-            await asyncio.wait(either, timeout=_STORAGE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            asked.cancel()
-        if under_way.done():
-            return under_way.result()
-        if self._is_asked.is_set():
-            raise StorageUnavailable(f"{self._settings.storage_uri} had not answered when the job was asked to stop")
-        raise unavailable
-
-    def _free_storage(self, call: asyncio.Future[T]) -> None:
-        self._storage_free.set()
-        if not call.cancelled():
-            call.exception()  # nobody may be left to ask for it
-
-    async def _close_store(self) -> None:
-        """Lets go of the storage, unless it hangs."""
-        if self._store is not None and self._storage_free.is_set():
-            closing = call_in_thread(self._store.close, name="stepfast-storage")
-            await asyncio.wait({closing}, timeout=_STORE_CLOSE_SECONDS)
 
     def _read_output(self, process: GangProcess) -> None:
         if not process.read_output():

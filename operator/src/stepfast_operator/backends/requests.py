@@ -36,7 +36,7 @@ class Request:
 
 
 class Requests:
-    """All that is asked of all agents. `is_wanted` tells whether a job is still there: what was asked for others goes."""
+    """All that is asked of all agents. `is_wanted` tells whether a job is still there; what others asked for goes."""
 
     def __init__(
         self, kube: Kube, report_of: Callable[[str], NodeReport | None], is_wanted: Callable[[JobKey], bool]
@@ -82,4 +82,3 @@ class Requests:
         """Requests of a job's earlier runs are settled once something is asked for a later one."""
         job = JobKey(namespace=one["namespace"], name=one["name"])
         return self._is_wanted(job) and (job != request.job or one["run"] == request.run)
-

@@ -1,0 +1,373 @@
+"""The Kubernetes backend: a gang is a set of pods, a node a Node, the agents their nodes' own.
+
+Invariant I9 here: no pod of a run is made while a pod of another run of the job may still have a running container. A
+pod that was told to end counts as living until the kubelet says that it has ended, or until it was deleted by force
+because its node does not answer.
+
+That an attempt was launched is written into an annotation of the TrainingJob before its first pod is made, and that all
+its pods were made after the last one: pods that are missing after that were deleted by somebody, and no run is begun
+twice (I1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from stepfast.errors import SpecError
+from stepfast.nodestatus import JobStatus
+from stepfast.storage.base import Store
+from stepfast_operator import labels, manifests
+from stepfast_operator.actions import LaunchGang, StopMode
+from stepfast_operator.backends.jobstorage import JobStorage
+from stepfast_operator.backends.requests import Ask, Request, Requests
+from stepfast_operator.clusterjob import ClusterJob
+from stepfast_operator.clusterview import ClusterView
+from stepfast_operator.document import JSON, decode, encode
+from stepfast_operator.kube import AlreadyExists, Kube, KubeError, PatchKind
+from stepfast_operator.lease import Lease
+from stepfast_operator.manifests import Owner
+from stepfast_operator.names import is_run_of
+from stepfast_operator.observed import (
+    AgentState,
+    Committed,
+    DeadRank,
+    Gang,
+    Intent,
+    Observed,
+    Worker,
+    dead_ranks_of,
+)
+from stepfast_operator.podview import NodeReport, PodView
+from stepfast_operator.record import Attempt, Status
+from stepfast_operator.workers import previous_nodes, workers_of
+
+_KILL_GRACE_SECONDS = 1  # the least that still waits for the kubelet's word; none at all would only delete the record
+_PARALLEL = 40
+_GONE_POLL_SECONDS = 1.0
+# A pod's own end comes with its exit code a second or two later than the agent's word that a rank is gone.
+_DEAD_RANK_PATIENCE_SECONDS = 8.0
+
+
+class NameTaken(KubeError):
+    """An object of the gang's name is there, and is another's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """The annotation `stepfast.dev/launched`: which run's pods were begun to be made, and whether all were."""
+
+    run: str
+    launched_time: float
+    nodes: int
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """What all jobs share. `storage_root` is empty when each job must name its own storage."""
+
+    kube: Kube
+    view: ClusterView
+    requests: Requests
+    lease: Lease
+    storage_root: str
+    open_store: Callable[[str], Store]
+    began_time: float
+    clock: Callable[[], float] = time.time
+
+
+class KubernetesBackend:
+    """One job's pods, agents and storage. Used by one task at a time."""
+
+    def __init__(self, cluster: Cluster, job: ClusterJob) -> None:
+        self._cluster, self._kube, self._view, self._lease = cluster, cluster.kube, cluster.view, cluster.lease
+        self.changed = asyncio.Event()  # set by whoever sees a change of what is observed here
+        self.take(job)
+        self._asked: dict[str, int] = {}  # by node: the generation from which on its report takes in what was asked
+        self._launched_now: Launched | None = None
+        self._storage: JobStorage | None = None
+
+    def take(self, job: ClusterJob) -> None:
+        """The TrainingJob as it is now."""
+        self._job = job
+        self._owner = Owner(job=job.job, uid=job.uid)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any pod of the job may still run."""
+        return any(pod.is_alive for pod in self._view.pods_of(self._job.uid))
+
+    async def observe(self, status: Status) -> Observed:
+        now = self._cluster.clock()
+        pods = self._view.pods_of(self._job.uid)
+        reports = [report for report in self._view.reports_of(self._job.job) if self._view.is_ready(report.node)]
+        current = status.current
+        return Observed(
+            now=now,
+            job=self._job.job,
+            uid=self._job.uid,
+            spec=self._job.spec,
+            status=status,
+            intent=self._intent(),
+            gang=self._gang(current, pods, now),
+            live_runs=self._live_runs(pods),
+            agent=self._agents(current, pods, reports),
+            reports=[job for report in reports for job in self._own(report)],
+            awaited_agents=self._awaited(reports),
+            dead_ranks=self._dead_ranks(current, reports, now),
+            began_time=self._cluster.began_time,
+            command=self._job.manifest.command,
+            storage_uri=self._job_storage().job_uri,
+            generation=self._job.generation,
+        )
+
+    async def read_steps(self) -> Sequence[Committed]:
+        if self._job.spec.checkpoint.secret_ref is not None:
+            return self._reported_steps()
+        storage = self._job_storage()
+        try:
+            return await storage.read_steps()
+        finally:
+            await storage.close()
+
+    async def supersede_after(self, step: int) -> None:
+        self._lease.check()
+        storage = self._job_storage()
+        try:
+            await storage.supersede_after(step)
+        finally:
+            await storage.close()
+
+    async def launch(self, launch: LaunchGang) -> None:
+        launched = self._launched()
+        if launched is None or launched.run != launch.run:
+            nodes = self._job.spec.trainer.num_nodes
+            launched = Launched(run=launch.run, launched_time=self._cluster.clock(), nodes=nodes)
+            await self._note(launched)
+        if launched.is_whole:
+            return
+        others = {pod.run for pod in self._view.pods_of(self._job.uid) if pod.is_alive} - {launch.run}
+        await self.stop(sorted(others), StopMode.KILL)
+        await self._make_service()
+        before = previous_nodes(self._view.pods_of(self._job.uid), launch.attempt)
+        gate = asyncio.Semaphore(_PARALLEL)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(launched.nodes):
+                    group.create_task(self._make_pod(launch, index, before.get(index), gate), name=f"make pod {index}")
+        except* KubeError as several:
+            raise _first(several) from None
+        await self._note(replace(launched, is_whole=True))
+        await self._clear(launch.attempt)
+
+    async def stop(self, runs: Sequence[str], mode: StopMode) -> None:
+        wanted = frozenset(runs)
+        grace = _KILL_GRACE_SECONDS if mode is StopMode.KILL else None
+        asked: set[str] = set()
+        while living := [
+            pod for pod in self._view.pods_of(self._job.uid) if pod.run in wanted and pod.is_alive
+        ]:  # fmt: skip
+            self.changed.clear()
+            self._lease.check()
+            await asyncio.gather(*(self._end(pod, grace, asked) for pod in living))
+            if mode is StopMode.TERMINATE:
+                return
+            try:
+                await asyncio.wait_for(self.changed.wait(), _GONE_POLL_SECONDS)
+            except TimeoutError:
+                continue
+
+    async def start_agent(self) -> None:
+        """Nothing: the DaemonSet does."""
+
+    async def flush(self, run: str) -> None:
+        await self._ask(run, Ask.FLUSH)
+
+    async def request_save(self, run: str) -> None:
+        await self._ask(run, Ask.SAVE)
+
+    async def delete_job(self) -> None:
+        self._lease.check()
+        await self._kube.delete(self._path, uid=self._job.uid)
+
+    async def write_status(self, status: Status) -> None:
+        self._lease.check()
+        patch = [
+            {"op": "test", "path": "/metadata/uid", "value": self._job.uid},
+            {"op": "add", "path": "/status", "value": encode(status)},
+        ]
+        await self._kube.patch(f"{self._path}/status", patch, PatchKind.JSON)
+
+    # ------------------------------------------------------------ observing
+
+    @property
+    def _path(self) -> str:
+        job = self._job.job
+        return f"/apis/stepfast.dev/v1alpha1/namespaces/{job.namespace}/trainingjobs/{job.name}"
+
+    def _intent(self) -> Intent:
+        # A job that is deleted gets its last checkpoint, as one that is suspended does.
+        return Intent.SUSPEND if self._job.spec.suspend or self._job.is_deleted else Intent.RUN
+
+    def _launched(self) -> Launched | None:
+        """What was written last: by us, or by an operator before us."""
+        if self._launched_now is not None:
+            return self._launched_now
+        if self._job.launched is None:
+            return None
+        try:
+            return decode(Launched, json.loads(self._job.launched), labels.LAUNCHED)
+        except (ValueError, SpecError):
+            return None
+
+    def _gang(self, current: Attempt | None, pods: Sequence[PodView], now: float) -> Gang | None:
+        launched = self._launched()
+        if current is None or launched is None or launched.run != current.run or not launched.is_whole:
+            return None
+        return Gang(
+            run=current.run, launched_time=launched.launched_time, workers=self._workers(current, launched, pods, now)
+        )
+
+    def _workers(self, current: Attempt, launched: Launched, pods: Sequence[PodView], now: float) -> Sequence[Worker]:
+        ours = [pod for pod in pods if pod.run == current.run]
+        is_stopping = current.stopping_time is not None
+        return workers_of(ours, launched.nodes, self._view.node, now=now, is_stopping=is_stopping)
+
+    def _live_runs(self, pods: Sequence[PodView]) -> frozenset[str]:
+        launched = self._launched()
+        half_made = launched.run if launched is not None and not launched.is_whole else None
+        # Pods of a gang that is still being made belong to the launch, which goes on: they are no stray ones.
+        return frozenset(pod.run for pod in pods if pod.is_alive and pod.run != half_made)
+
+    def _own(self, report: NodeReport) -> list[JobStatus]:
+        """What the report says of this job, not of another one that had its name before."""
+        job = self._job
+        return [status for status in report.jobs if status.job == job.job and is_run_of(status.run, job.uid)]
+
+    def _agents(self, current: Attempt | None, pods: Sequence[PodView], reports: Sequence[NodeReport]) -> AgentState:
+        """STARTING while a node that holds the run, and that lives, has no agent that serves."""
+        if current is None:
+            return AgentState.READY
+        nodes = {pod.node for pod in pods if pod.run == current.run and pod.node is not None}
+        nodes |= {report.node for report in reports if self._own(report)}
+        has_all = all(self._view.has_ready_agent(node) for node in nodes if self._view.is_ready(node))
+        return AgentState.READY if has_all else AgentState.STARTING
+
+    def _awaited(self, reports: Sequence[NodeReport]) -> tuple[str, ...]:
+        return tuple(
+            report.node
+            for report in reports
+            if report.observed_generation < self._asked.get(report.node, 0)
+        )  # fmt: skip
+
+    def _dead_ranks(self, current: Attempt | None, reports: Sequence[NodeReport], now: float) -> list[DeadRank]:
+        if current is None:
+            return []
+        dead = [rank for report in reports for rank in dead_ranks_of(report.node, self._own(report))]
+        return [rank for rank in dead if now - rank.ended_time >= _DEAD_RANK_PATIENCE_SECONDS]
+
+    def _job_storage(self) -> JobStorage:
+        uri = self._job.spec.checkpoint.storage_uri or self._cluster.storage_root
+        if self._storage is None or self._storage.uri != uri:
+            self._storage = JobStorage(self._job.job, uri, self._cluster.open_store)
+        return self._storage
+
+    def _reported_steps(self) -> Sequence[Committed]:
+        """The newest step that any agent knows of: the storage itself only the job's own credentials open."""
+        known = [
+            status
+            for report in self._view.reports_of(self._job.job)
+            for status in self._own(report)
+            if status.latest_persisted_step is not None
+        ]
+        if not known:
+            return ()
+        last = max(known, key=lambda status: status.latest_persisted_step or 0)
+        return (
+            Committed(
+                step=last.latest_persisted_step or 0,
+                size_bytes=last.latest_persisted_bytes or 0,
+                committed_time=last.latest_persisted_time or self._cluster.clock(),
+            ),
+        )
+
+    # ------------------------------------------------------------ acting
+
+    async def _note(self, launched: Launched) -> None:
+        self._lease.check()
+        note = {"metadata": {"uid": self._job.uid, "annotations": {labels.LAUNCHED: json.dumps(encode(launched))}}}
+        await self._kube.patch(self._path, note)
+        self._launched_now = launched
+
+    async def _make_service(self) -> None:
+        """Makes it unless it is there. Raises NameTaken when another's is."""
+        self._lease.check()
+        service = manifests.service_of(self._owner)
+        path = f"/api/v1/namespaces/{self._job.job.namespace}/services"
+        try:
+            await self._kube.create(path, service)
+        except AlreadyExists:
+            self._check_ours(await self._kube.get(f"{path}/{self._job.job.name}"))
+
+    async def _make_pod(self, launch: LaunchGang, index: int, node: str | None, gate: asyncio.Semaphore) -> None:
+        job = self._job
+        uri = self._job_storage().uri
+        pod = manifests.pod_of(self._owner, job.spec, launch, index, storage_uri=uri, preferred_node=node)
+        path = f"/api/v1/namespaces/{job.job.namespace}/pods"
+        async with gate:
+            self._lease.check()
+            try:
+                made = await self._kube.create(path, pod)
+            except AlreadyExists:
+                made = await self._kube.get(f"{path}/{pod['metadata']['name']}")
+                self._check_ours(made)
+        self._view.take_pod(made)
+
+    def _check_ours(self, document: JSON) -> None:
+        owners = document["metadata"].get("ownerReferences") or ()
+        if not any(owner.get("uid") == self._owner.uid for owner in owners):
+            kind, name = document.get("kind", "object"), document["metadata"]["name"]
+            raise NameTaken(
+                f"{kind} {document['metadata']['namespace']}/{name} is there and does not belong to this TrainingJob: "
+                "remove it, or give the job another name"
+            )
+
+    async def _end(self, pod: PodView, grace: int | None, asked: set[str]) -> None:
+        """Asks the pod to end; by force when its node has not answered for `podDeletionGraceSeconds`."""
+        path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+        if pod.uid not in asked:
+            await self._kube.delete(path, grace_seconds=grace, uid=pod.uid)
+            asked.add(pod.uid)
+        node = self._view.node(pod.node) if pod.node is not None else None
+        if pod.node is None or pod.deleted_time is None or (node is not None and node.not_ready_time is None):
+            return
+        patience = self._job.spec.failure_policy.pod_deletion_grace_seconds
+        if self._cluster.clock() - pod.deleted_time >= patience:
+            await self._kube.delete(path, grace_seconds=0, uid=pod.uid)
+
+    async def _clear(self, attempt: int) -> None:
+        """Removes the pods of attempts before the last one, whose logs nobody is going to look at."""
+        old = [pod for pod in self._view.pods_of(self._job.uid) if pod.attempt < attempt - 1]
+        await asyncio.gather(
+            *(self._kube.delete(f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", uid=pod.uid) for pod in old)
+        )
+
+    async def _ask(self, run: str, ask: Ask) -> None:
+        """Asks the agents of all living nodes that hold something of the run, or run its pods."""
+        self._lease.check()
+        nodes = {report.node for report in self._view.reports_of(self._job.job) if self._own(report)}
+        nodes |= {pod.node for pod in self._view.pods_of(self._job.uid) if pod.run == run and pod.node is not None}
+        living = sorted(node for node in nodes if self._view.is_ready(node))
+        self._asked = await self._cluster.requests.ask(living, Request(job=self._job.job, run=run, ask=ask))
+
+
+def _first(several: BaseExceptionGroup[KubeError]) -> BaseException:
+    """One of the errors: pods that are alike are refused for the same reason."""
+    found: BaseException = several
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found

@@ -1,0 +1,61 @@
+"""A TrainingJob as the API server holds it: what the user asks for, and what the operator has noted with it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from stepfast.step import JobKey
+from stepfast_operator import labels
+from stepfast_operator.document import JSON, decode
+from stepfast_operator.record import Status
+from stepfast_operator.spec import TrainingJob, TrainingSpec, parse_manifest
+
+MANAGER = f"{labels.PREFIX}/operator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterJob:
+    """`launched` is the annotation of that name as it stands."""
+
+    manifest: TrainingJob
+    uid: str
+    generation: int
+    is_deleted: bool
+    launched: str | None
+
+    @property
+    def job(self) -> JobKey:
+        return self.manifest.job
+
+    @property
+    def spec(self) -> TrainingSpec:
+        return self.manifest.spec
+
+
+def is_managed(document: JSON) -> bool:
+    """Whether the job is ours: another manager's we leave alone."""
+    return ((document.get("spec") or {}).get("managedBy") or MANAGER) == MANAGER
+
+
+def job_key_of(document: JSON) -> JobKey:
+    metadata = document["metadata"]
+    return JobKey(namespace=metadata["namespace"], name=metadata["name"])
+
+
+def parse_job(document: JSON) -> ClusterJob:
+    """Raises SpecError naming a field that the API server let pass."""
+    metadata = document["metadata"]
+    notes = metadata.get("annotations") or {}
+    manifest = parse_manifest(document, default_namespace=metadata["namespace"])
+    return ClusterJob(
+        manifest=replace(manifest, command=notes.get(labels.RESUME_REQUEST)),
+        uid=metadata["uid"],
+        generation=int(metadata.get("generation") or 0),
+        is_deleted=bool(metadata.get("deletionTimestamp")),
+        launched=notes.get(labels.LAUNCHED),
+    )
+
+
+def status_of(document: JSON) -> Status:
+    """What the operator wrote last; a new job's is empty. Raises SpecError when somebody else wrote it."""
+    return decode(Status, document.get("status") or {}, "status", ignore_unknown=True)

@@ -1,0 +1,188 @@
+"""Every job's loop: a task of its own that reconciles when something changed, or when its last decision wanted to be asked
+again. Whatever goes wrong with one job is its own: it is said, and tried again ever less often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from stepfast.errors import SpecError, StepfastError
+from stepfast.step import JobKey
+from stepfast_operator import clusterjob
+from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend
+from stepfast_operator.document import JSON
+from stepfast_operator.eventlog import EventLog
+from stepfast_operator.kube import NotFound
+from stepfast_operator.lease import NotLeading
+from stepfast_operator.metrics import Metrics
+from stepfast_operator.reconcile import Pass, reconcile
+from stepfast_operator.record import State, Status
+
+log = logging.getLogger(__name__)
+
+_LONGEST_WAIT_SECONDS = 30.0
+_FIRST_PAUSE_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 30.0
+
+
+class Jobs:
+    """All jobs that there are, by uid."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._loops: dict[str, JobLoop] = {}
+        self._uids: dict[JobKey, str] = {}
+        self._cluster: Cluster | None = None
+        self._events: EventLog | None = None
+        self._waiting: dict[str, JSON] = {}  # seen before everything else was read
+
+    def start(self, cluster: Cluster, events: EventLog) -> None:
+        """From here on jobs are reconciled: all that a decision looks at has been read, and the Lease is ours."""
+        self._cluster, self._events = cluster, events
+        waiting, self._waiting = self._waiting, {}
+        for document in waiting.values():
+            self.take(document)
+
+    def take(self, document: JSON) -> None:
+        """A TrainingJob that is there, as it is now."""
+        uid = document["metadata"]["uid"]
+        if self._cluster is None or self._events is None:
+            self._waiting[uid] = document
+            return
+        loop = self._loops.get(uid)
+        if loop is None:
+            loop = self._loops[uid] = JobLoop(self._cluster, self._events, self._metrics, document)
+            self._uids[clusterjob.job_key_of(document)] = uid
+            loop.task = asyncio.create_task(loop.run(), name=f"job {uid}")
+        loop.take(document)
+
+    def forget(self, uid: str) -> None:
+        """A TrainingJob that is gone."""
+        self._waiting.pop(uid, None)
+        loop = self._loops.pop(uid, None)
+        if loop is None:
+            return
+        if self._uids.get(loop.key) == uid:
+            del self._uids[loop.key]
+        if loop.task is not None:
+            loop.task.cancel()
+        self._metrics.forget(loop.key)
+
+    def wake(self, uid: str) -> None:
+        if (loop := self._loops.get(uid)) is not None:
+            loop.wake()
+
+    def wake_job(self, job: JobKey) -> None:
+        self.wake(self._uids.get(job, ""))
+
+    def is_known(self, job: JobKey) -> bool:
+        return job in self._uids
+
+    def is_drained(self, uid: str) -> bool:
+        """Whether a job that is being deleted has nothing left to be waited for."""
+        loop = self._loops.get(uid)
+        return loop is not None and loop.is_drained
+
+    def states(self) -> list[State]:
+        """Every job's state, for the metrics."""
+        return [loop.status.state for loop in self._loops.values()]
+
+    async def close(self) -> None:
+        """Ends every loop where it stands: the next operator goes on from there."""
+        tasks = [loop.task for loop in self._loops.values() if loop.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class JobLoop:
+    """One job's task. `status` is what is written, or about to be; nobody else writes it (I8)."""
+
+    def __init__(self, cluster: Cluster, events: EventLog, metrics: Metrics, document: JSON) -> None:
+        self._cluster, self._events, self._metrics = cluster, events, metrics
+        self.key = clusterjob.job_key_of(document)
+        self._document = document
+        self._backend: KubernetesBackend | None = None
+        self._changed = asyncio.Event()
+        self._failures = 0
+        self.status = Status()
+        self.task: asyncio.Task[None] | None = None
+        self.is_drained = False
+
+    def take(self, document: JSON) -> None:
+        self._document = document
+        self.wake()
+
+    def wake(self) -> None:
+        self._changed.set()
+        if self._backend is not None:
+            self._backend.changed.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        is_read = False
+        while True:
+            self._changed.clear()
+            try:
+                if not is_read:
+                    self.status = clusterjob.status_of(self._document)
+                    is_read = True
+                wait = await self._pass()
+                self._failures = 0
+            except NotFound:
+                wait = _LONGEST_WAIT_SECONDS  # it was deleted just now: its end is on its way to us
+            except NotLeading:
+                wait = 1.0
+            except StepfastError as error:
+                wait = self._pause(error)
+            await _until(self._changed, wait)
+
+    async def _pass(self) -> float:
+        """One look; returns how long at most to wait for the next one."""
+        backend = self._ready_backend()
+        if backend is None:
+            return _LONGEST_WAIT_SECONDS
+        begin = time.perf_counter()
+        seen = await reconcile(backend, self.status)
+        self._metrics.reconciled(time.perf_counter() - begin)
+        self.status = seen.after
+        self._tell(seen)
+        is_over = seen.after.is_terminal or seen.after.state is State.SUSPENDED
+        self.is_drained = is_over and not backend.is_alive and bool(self._document["metadata"].get("deletionTimestamp"))
+        requeue = seen.decision.requeue_seconds
+        return _LONGEST_WAIT_SECONDS if requeue is None else min(requeue, _LONGEST_WAIT_SECONDS)
+
+    def _ready_backend(self) -> KubernetesBackend | None:
+        job = clusterjob.parse_job(self._document)
+        if self._backend is None:
+            self._backend = KubernetesBackend(self._cluster, job)
+        self._backend.take(job)
+        return self._backend
+
+    def _tell(self, seen: Pass) -> None:
+        self._metrics.observe(self.key, seen)
+        self._events.tell(self._document, seen)
+
+    def _pause(self, error: StepfastError) -> float:
+        self._failures += 1
+        self._metrics.failed()
+        wait = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(self._failures, 10))
+        wait *= random.uniform(0.5, 1.0)
+        log.warning("%s is looked at again in %.1f s: %s", self.key, wait, error)
+        self._events.tell_error(self._document, error)
+        return wait
+
+
+async def _until(changed: asyncio.Event, seconds: float) -> None:
+    if seconds <= 0:
+        await asyncio.sleep(0)
+        return
+    try:
+        await asyncio.wait_for(changed.wait(), seconds)
+    except TimeoutError:
+        return
