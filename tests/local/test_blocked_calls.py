@@ -18,7 +18,7 @@ from stepfast.errors import AgentUnavailable, StorageUnavailable
 from stepfast.nodeclient import NodeClient
 from stepfast.step import JobKey
 from stepfast_operator.actions import StopMode
-from stepfast_operator.backends import localagent, process
+from stepfast_operator.backends import jobstorage, localagent
 from stepfast_operator.backends.localagent import AgentSettings, LocalAgent
 from stepfast_operator.backends.process import ProcessBackend, ProcessSettings
 from stepfast_operator.backends.statefolder import StateFolder

@@ -1,5 +1,5 @@
-"""Every job's loop: a task of its own that reconciles when something changed, or when its last decision wanted to be asked
-again. Whatever goes wrong with one job is its own: it is said, and tried again ever less often.
+"""Every job's loop: a task of its own that reconciles when something changed, or when its last decision wanted to be
+asked again. Whatever goes wrong with one job is its own: it is said, and tried again ever less often.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
-from dataclasses import replace
 
-from stepfast.errors import SpecError, StepfastError
+from stepfast.errors import StepfastError
 from stepfast.step import JobKey
 from stepfast_operator import clusterjob
 from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend

@@ -6,7 +6,6 @@ at. Authentication, its renewal and TLS are the client library's.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
@@ -22,6 +21,8 @@ from stepfast_operator.document import JSON
 _REQUEST_SECONDS = 30.0
 _CONNECT_SECONDS = 10.0
 _MESSAGE_CHARACTERS = 2000
+_JSON = "application/json"
+_METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
 class KubeError(StepfastError):
@@ -97,6 +98,17 @@ class Kube:
         """An object or a list. Raises KubeError."""
         return await self._request("GET", path, query)
 
+    async def versions(self, path: str) -> dict[str, int]:
+        """The resource version of every object of a kind, by uid. Raises KubeError."""
+        found, query = {}, {"limit": "500"}
+        while True:
+            page = await self._request("GET", path, query, accept=_METADATA_ONLY)
+            for item in page.get("items") or ():
+                found[str(item["metadata"]["uid"])] = int(item["metadata"]["resourceVersion"])
+            if not page["metadata"].get("continue"):
+                return found
+            query["continue"] = page["metadata"]["continue"]
+
     async def create(self, path: str, body: JSON) -> JSON:
         """The object as it was made. Raises AlreadyExists, Invalid, other KubeErrors."""
         return await self._request("POST", path, {}, body)
@@ -137,10 +149,17 @@ class Kube:
             response.close()
 
     async def _request(
-        self, method: str, path: str, query: Mapping[str, str], body: JSON = None, *, content_type: str | None = None
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: JSON = None,
+        *,
+        content_type: str = _JSON,
+        accept: str = _JSON,
     ) -> JSON:
         timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS, connect=_CONNECT_SECONDS)
-        response = await self._send(method, path, query, timeout, body=body, content_type=content_type)
+        response = await self._send(method, path, query, timeout, body=body, content_type=content_type, accept=accept)
         try:
             return json.loads(await response.read())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
@@ -154,9 +173,10 @@ class Kube:
         timeout: aiohttp.ClientTimeout,
         *,
         body: JSON = None,
-        content_type: str | None = None,
+        content_type: str = _JSON,
+        accept: str = _JSON,
     ) -> aiohttp.ClientResponse:
-        headers = {"Accept": "application/json", "Content-Type": content_type or "application/json"}
+        headers = {"Accept": accept, "Content-Type": content_type}
         try:
             serialized = await self._api.param_serialize(
                 method, path, query_params=list(query.items()), header_params=headers, body=body,
@@ -213,10 +233,3 @@ def _error_of(code: int, status: JSON, what: str) -> KubeError:
             return KubeUnavailable(message)
         case _:
             return KubeError(message)
-
-
-async def pause(seconds: float, wake: asyncio.Event) -> None:
-    """Waits for so long, or until woken."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await wake.wait()

@@ -1,0 +1,167 @@
+"""Starts the operator, and ends it in order: SIGTERM, a lost Lease, or a part that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+import kopf
+
+from stepfast.errors import StepfastError
+from stepfast.storage.open import open_store
+from stepfast_operator import handlers, serving
+from stepfast_operator.backends.kubernetes import Cluster
+from stepfast_operator.backends.requests import Requests
+from stepfast_operator.clusterview import ClusterView
+from stepfast_operator.eventlog import EventLog
+from stepfast_operator.jobs import Jobs
+from stepfast_operator.jobwatch import JobWatch
+from stepfast_operator.kube import Kube
+from stepfast_operator.lease import Lease
+from stepfast_operator.metrics import Metrics
+from stepfast_operator.settings import Settings, parse_settings
+
+log = logging.getLogger("stepfast_operator")
+
+_DRAIN_SECONDS = 5.0
+_KOPF_STOP_SECONDS = 10.0
+LOST_LEASE_STATUS = 4
+
+
+class Operator:
+    """All parts of the operator, and how they belong together."""
+
+    def __init__(self, kube: Kube, settings: Settings) -> None:
+        self._kube, self._settings = kube, settings
+        self.metrics = Metrics()
+        self.jobs = Jobs(self.metrics)
+        self._watch = JobWatch()
+        self._view = ClusterView(
+            kube,
+            namespaces=settings.namespaces,
+            agent_namespace=settings.namespace,
+            wake_uid=self.jobs.wake,
+            wake_job=self.jobs.wake_job,
+        )
+        self._lease = Lease(kube, settings.namespace, settings.identity)
+        self._events = EventLog(kube, settings.identity)
+        self._stopping = asyncio.Event()
+        self._kopf_stop = asyncio.Event()
+        self.metrics.watch(self.jobs.states, self._ages, time.time)
+
+    async def run(self) -> int:
+        """Serves until told to end; the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        settings = self._settings
+        async with AsyncExitStack() as stack:
+            metrics = serving.metrics_answer(self.metrics)
+            await stack.enter_async_context(serving.serve(settings.metrics_port, "/metrics", metrics))
+            health = serving.health_answer(self._ages)
+            await stack.enter_async_context(serving.serve(settings.health_port, "/healthz", health))
+            return await self._serve()
+
+    async def _serve(self) -> int:
+        parts = {
+            self._start("watches", self._view.run()),
+            self._start("lease", self._lease.run()),
+            self._start("events", self._events.run()),
+            self._start("job watch", self._watch.run(self._kube, self._settings.namespaces)),
+        }
+        kopf_task = self._start("kopf", self._kopf())
+        starting = self._start("start", self._begin())
+        stopping = self._start("stop", self._stopping.wait())
+        try:
+            done, _ = await asyncio.wait({*parts, kopf_task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            starting.cancel()
+            await self.jobs.close()
+            self._kopf_stop.set()
+            await asyncio.wait({kopf_task}, timeout=_KOPF_STOP_SECONDS)
+            await self._events.drain(_DRAIN_SECONDS)
+            await self._lease.release()
+            await _cancel({*parts, kopf_task, starting, stopping})
+        return _status_of(done - {stopping})
+
+    async def _begin(self) -> None:
+        """Jobs are looked at once all that they depend on was read, and nobody else does it."""
+        await self._view.synced()
+        await self._lease.held.wait()
+        settings, kube = self._settings, self._kube
+        requests = Requests(kube, self._view.reports.get, self.jobs.is_known)
+        self.jobs.start(
+            Cluster(
+                kube=kube,
+                view=self._view,
+                requests=requests,
+                lease=self._lease,
+                storage_root=settings.storage_root,
+                open_store=open_store,
+                began_time=time.time(),
+            ),
+            self._events,
+        )
+        log.info("TrainingJobs are looked after")
+
+    async def _kopf(self) -> None:
+        namespaces = self._settings.namespaces
+        await kopf.operator(
+            registry=handlers.registry_of(self.jobs, self._watch),
+            settings=handlers.settings_of(),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+            stop_flag=self._kopf_stop,
+        )
+
+    def _ages(self) -> dict[str, float]:
+        return {**self._view.ages(), "trainingjobs": self._watch.age_seconds()}
+
+    def _start(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return asyncio.create_task(work, name=name)
+
+
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _status_of(ended: set[asyncio.Task[Any]]) -> int:
+    """0 when it was told to end; parts that ended by themselves say why they did."""
+    status = 0
+    for task in ended:
+        error = task.exception()
+        log.error("%s ended: %s", task.get_name(), error if error is not None else "for good", exc_info=error)
+        status = LOST_LEASE_STATUS if task.get_name() == "lease" and error is None else 1
+    return status
+
+
+async def serve(settings: Settings) -> int:
+    """The operator from its connection to its end."""
+    kube = await Kube.connect()
+    try:
+        return await Operator(kube, settings).run()
+    finally:
+        await kube.close()
+
+
+def main() -> None:
+    """Reads the command line and serves until SIGTERM."""
+    settings = parse_settings(sys.argv[1:])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s stepfast-operator %(levelname)s %(message)s")
+    try:
+        sys.exit(asyncio.run(serve(settings)))
+    except (StepfastError, OSError) as error:
+        sys.exit(f"stepfast-operator: {error}")
+
+
+if __name__ == "__main__":
+    main()

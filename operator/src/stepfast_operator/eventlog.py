@@ -1,0 +1,110 @@
+"""Posts the job's story as Kubernetes Events, beside the reconcile loops: an Event that cannot be posted costs nobody
+anything but itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+
+from stepfast.errors import StepfastError
+from stepfast_operator import events, labels
+from stepfast_operator.document import JSON, time_text
+from stepfast_operator.kube import Kube, KubeError, KubeUnavailable
+from stepfast_operator.reconcile import Pass
+
+log = logging.getLogger(__name__)
+
+_QUEUE = 10_000
+_MESSAGE_CHARACTERS = 1024  # the API server's own limit
+_SAID_SECONDS = 300.0  # an error that goes on is said again after so long
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Posting:
+    namespace: str
+    body: JSON
+
+
+class EventLog:
+    """A queue and the task that empties it."""
+
+    def __init__(self, kube: Kube, identity: str) -> None:
+        self._kube, self._identity = kube, identity
+        self._queue: asyncio.Queue[_Posting] = asyncio.Queue(_QUEUE)
+        self._said: dict[tuple[str, str], float] = {}  # errors, and when
+
+    def tell(self, job: JSON, seen: Pass) -> None:
+        """What one pass brought about."""
+        for event in events.events_of(seen):
+            self._put(job, event.type, event.reason, event.message)
+
+    def tell_error(self, job: JSON, error: StepfastError) -> None:
+        """Why the job cannot be looked after at present."""
+        message = str(error).strip()
+        key, now = (job["metadata"]["uid"], message), time.monotonic()
+        self._said = {said: when for said, when in self._said.items() if now - when < _SAID_SECONDS}
+        if key not in self._said:
+            self._said[key] = now
+            self._put(job, "Warning", "ReconcileFailed", f"{type(error).__name__}: {message}")
+
+    async def run(self) -> None:
+        """Posts what is queued until cancelled."""
+        while True:
+            posting = await self._queue.get()
+            try:
+                await self._post(posting)
+            except KubeError as error:
+                log.warning("an Event was not posted: %s: %s", posting.body["reason"], error)
+            self._queue.task_done()
+
+    async def drain(self, timeout_seconds: float) -> None:
+        """Waits until what is queued is posted."""
+        try:
+            await asyncio.wait_for(self._queue.join(), timeout_seconds)
+        except TimeoutError:
+            log.warning("%d Events were not posted", self._queue.qsize())
+
+    async def _post(self, posting: _Posting) -> None:
+        for attempt in range(_TRIES):
+            try:
+                await self._kube.create(f"/api/v1/namespaces/{posting.namespace}/events", posting.body)
+                return
+            except KubeUnavailable:
+                if attempt == _TRIES - 1:
+                    raise
+                await asyncio.sleep(0.5 * 2.0**attempt)
+
+    def _put(self, job: JSON, kind: str, reason: str, message: str) -> None:
+        metadata, now = job["metadata"], time_text(time.time())
+        body = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"namespace": metadata["namespace"], "name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}"},
+            "involvedObject": {
+                "apiVersion": job["apiVersion"],
+                "kind": job["kind"],
+                "namespace": metadata["namespace"],
+                "name": metadata["name"],
+                "uid": metadata["uid"],
+            },
+            "type": kind,
+            "reason": reason,
+            "message": message[:_MESSAGE_CHARACTERS],
+            "action": reason,
+            "reportingComponent": labels.OPERATOR,
+            "reportingInstance": self._identity,
+            "source": {"component": labels.OPERATOR},
+            "eventTime": now,
+            "firstTimestamp": f"{now.partition('.')[0]}Z",
+            "lastTimestamp": f"{now.partition('.')[0]}Z",
+            "count": 1,
+        }
+        try:
+            self._queue.put_nowait(_Posting(namespace=metadata["namespace"], body=body))
+        except asyncio.QueueFull:
+            log.warning("too many Events: %s of %s was left out", reason, metadata["name"])
