@@ -30,7 +30,7 @@ from stepfast_operator.settings import Settings, parse_settings
 log = logging.getLogger("stepfast_operator")
 
 _DRAIN_SECONDS = 5.0
-_KOPF_STOP_SECONDS = 10.0
+_KOPF_STOP_SECONDS = 3.0
 LOST_LEASE_STATUS = 4
 
 
@@ -52,14 +52,11 @@ class Operator:
         self._lease = Lease(kube, settings.namespace, settings.identity)
         self._events = EventLog(kube, settings.identity)
         self._stopping = asyncio.Event()
-        self._kopf_stop = asyncio.Event()
+        self._kopf_stop, self._kopf_ready = asyncio.Event(), asyncio.Event()
         self.metrics.watch(self.jobs.states, self._ages, time.time)
 
     async def run(self) -> int:
         """Serves until told to end; the exit status."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopping.set)
         settings = self._settings
         async with AsyncExitStack() as stack:
             metrics = serving.metrics_answer(self.metrics)
@@ -92,6 +89,10 @@ class Operator:
 
     async def _begin(self) -> None:
         """Jobs are looked at once all that they depend on was read, and nobody else does it."""
+        await self._kopf_ready.wait()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)  # in place of kopf's, which would end kopf alone
         await self._view.synced()
         await self._lease.held.wait()
         settings, kube = self._settings, self._kube
@@ -119,6 +120,7 @@ class Operator:
             clusterwide=not namespaces,
             namespaces=namespaces,
             stop_flag=self._kopf_stop,
+            ready_flag=self._kopf_ready,
         )
 
     def _ages(self) -> dict[str, float]:
@@ -135,10 +137,12 @@ async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 def _status_of(ended: set[asyncio.Task[Any]]) -> int:
-    """0 when it was told to end; parts that ended by themselves say why they did."""
+    """0 when it was told to end (kopf, too, hears of signals at first); parts that failed say why."""
     status = 0
     for task in ended:
         error = task.exception()
+        if error is None and task.get_name() == "kopf":
+            continue
         log.error("%s ended: %s", task.get_name(), error if error is not None else "for good", exc_info=error)
         status = LOST_LEASE_STATUS if task.get_name() == "lease" and error is None else 1
     return status
@@ -157,6 +161,7 @@ def main() -> None:
     """Reads the command line and serves until SIGTERM."""
     settings = parse_settings(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s stepfast-operator %(levelname)s %(message)s")
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for each event of each job
     try:
         sys.exit(asyncio.run(serve(settings)))
     except (StepfastError, OSError) as error:

@@ -22,10 +22,16 @@ class ClusterJob:
     generation: int
     is_deleted: bool
     launched: str | None
+    finalizers: tuple[str, ...] = ()
 
     @property
     def job(self) -> JobKey:
         return self.manifest.job
+
+    @property
+    def path(self) -> str:
+        """Where the API server has it."""
+        return f"/apis/stepfast.dev/v1alpha1/namespaces/{self.job.namespace}/trainingjobs/{self.job.name}"
 
     @property
     def spec(self) -> TrainingSpec:
@@ -53,6 +59,7 @@ def parse_job(document: JSON) -> ClusterJob:
         generation=int(metadata.get("generation") or 0),
         is_deleted=bool(metadata.get("deletionTimestamp")),
         launched=notes.get(labels.LAUNCHED),
+        finalizers=tuple(metadata.get("finalizers") or ()),
     )
 
 

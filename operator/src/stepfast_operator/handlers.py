@@ -1,7 +1,7 @@
 """kopf watches TrainingJobs and tells of them here; nothing is decided here, and nothing is waited for.
 
-kopf's own traces on an object are the finalizer, without which a job that is deleted could not save a last time, and
-annotations while its deletion waits; both carry our prefix.
+Of kopf's high-level handlers none is used: they are told of differences, and keep a copy of each spec on the object to
+find them. The finalizer is our own, too (`jobs.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from stepfast_operator.jobs import Jobs
 from stepfast_operator.jobwatch import JobWatch
 
 _RESOURCE = ("stepfast.dev", "v1alpha1", "trainingjobs")
-_DRAIN_POLL_SECONDS = 0.5
 # A watch that dies without a word ends after these (kopf issues 1145 and 1276); `JobWatch` notices one that does not.
 _SERVER_TIMEOUT_SECONDS = 300
 _CLIENT_TIMEOUT_SECONDS = 310
@@ -37,7 +36,8 @@ def settings_of() -> kopf.OperatorSettings:
     settings.watching.connect_timeout = _CONNECT_TIMEOUT_SECONDS
     settings.networking.request_timeout = _REQUEST_TIMEOUT_SECONDS
     settings.queueing.error_delays = _ERROR_DELAYS
-    settings.persistence.finalizer = labels.FINALIZER
+    # Kopf takes its own finalizer off whatever no handler of it needs; ours is another one.
+    settings.persistence.finalizer = f"{labels.FINALIZER}-of-kopf"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=labels.PREFIX)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=labels.PREFIX, key="last-handled")
     return settings
@@ -46,9 +46,6 @@ def settings_of() -> kopf.OperatorSettings:
 def registry_of(jobs: Jobs, watch: JobWatch) -> kopf.OperatorRegistry:
     """The handlers, which hand everything on."""
     registry = kopf.OperatorRegistry()
-
-    def is_ours(body: Mapping[str, Any], **_: Any) -> bool:
-        return clusterjob.is_managed(body)
 
     @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> Any:
@@ -65,11 +62,5 @@ def registry_of(jobs: Jobs, watch: JobWatch) -> kopf.OperatorRegistry:
         watch.note(uid, version)
         if clusterjob.is_managed(document):
             jobs.take(document)
-
-    @kopf.on.delete(*_RESOURCE, registry=registry, when=is_ours)
-    async def deleted(uid: str, **_: Any) -> None:
-        """The object stays until its gang has ended."""
-        if not jobs.is_drained(uid):
-            raise kopf.TemporaryError("its gang is saving a last time", delay=_DRAIN_POLL_SECONDS)
 
     return registry

@@ -8,14 +8,16 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Sequence
 
 from stepfast.errors import StepfastError
 from stepfast.step import JobKey
-from stepfast_operator import clusterjob
+from stepfast_operator import clusterjob, labels
 from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend
+from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.document import JSON
 from stepfast_operator.eventlog import EventLog
-from stepfast_operator.kube import NotFound
+from stepfast_operator.kube import Conflict, NotFound
 from stepfast_operator.lease import NotLeading
 from stepfast_operator.metrics import Metrics
 from stepfast_operator.reconcile import Pass, reconcile
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_SECONDS = 30.0
 _FIRST_PAUSE_SECONDS = 0.2
+_LEAST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 
 
@@ -81,11 +84,6 @@ class Jobs:
     def is_known(self, job: JobKey) -> bool:
         return job in self._uids
 
-    def is_drained(self, uid: str) -> bool:
-        """Whether a job that is being deleted has nothing left to be waited for."""
-        loop = self._loops.get(uid)
-        return loop is not None and loop.is_drained
-
     def states(self) -> list[State]:
         """Every job's state, for the metrics."""
         return [loop.status.state for loop in self._loops.values()]
@@ -110,7 +108,6 @@ class JobLoop:
         self._failures = 0
         self.status = Status()
         self.task: asyncio.Task[None] | None = None
-        self.is_drained = False
 
     def take(self, document: JSON) -> None:
         self._document = document
@@ -134,33 +131,52 @@ class JobLoop:
                 self._failures = 0
             except NotFound:
                 wait = _LONGEST_WAIT_SECONDS  # it was deleted just now: its end is on its way to us
+            except Conflict:
+                wait = 0.1  # somebody was faster: what they wrote is on its way to us
             except NotLeading:
                 wait = 1.0
             except StepfastError as error:
                 wait = self._pause(error)
+                # What changes meanwhile may mend it, but a request that is refused is not repeated at every change.
+                await asyncio.sleep(min(wait, _LEAST_PAUSE_SECONDS))
             await _until(self._changed, wait)
 
     async def _pass(self) -> float:
         """One look; returns how long at most to wait for the next one."""
-        backend = self._ready_backend()
-        if backend is None:
-            return _LONGEST_WAIT_SECONDS
+        job = clusterjob.parse_job(self._document)
+        if self._backend is None:
+            self._backend = KubernetesBackend(self._cluster, job)
+        backend = self._backend
+        backend.take(job)
+        if not job.is_deleted:
+            await self._hold(job)
         begin = time.perf_counter()
         seen = await reconcile(backend, self.status)
         self._metrics.reconciled(time.perf_counter() - begin)
         self.status = seen.after
         self._tell(seen)
         is_over = seen.after.is_terminal or seen.after.state is State.SUSPENDED
-        self.is_drained = is_over and not backend.is_alive and bool(self._document["metadata"].get("deletionTimestamp"))
+        if job.is_deleted and is_over and not backend.is_alive:
+            await self._let_go(job)
         requeue = seen.decision.requeue_seconds
         return _LONGEST_WAIT_SECONDS if requeue is None else min(requeue, _LONGEST_WAIT_SECONDS)
 
-    def _ready_backend(self) -> KubernetesBackend | None:
-        job = clusterjob.parse_job(self._document)
-        if self._backend is None:
-            self._backend = KubernetesBackend(self._cluster, job)
-        self._backend.take(job)
-        return self._backend
+    async def _hold(self, job: ClusterJob) -> None:
+        """Keeps the object until its gang has saved and ended, should somebody delete it."""
+        if labels.FINALIZER not in job.finalizers:
+            await self._set_finalizers(job, [*job.finalizers, labels.FINALIZER])
+
+    async def _let_go(self, job: ClusterJob) -> None:
+        if labels.FINALIZER in job.finalizers:
+            await self._set_finalizers(job, [name for name in job.finalizers if name != labels.FINALIZER])
+
+    async def _set_finalizers(self, job: ClusterJob, names: Sequence[str]) -> None:
+        """In place of those that are there: the version says that nobody has changed them since."""
+        self._cluster.lease.check()
+        metadata = {"finalizers": list(names), "resourceVersion": self._document["metadata"]["resourceVersion"]}
+        document = await self._cluster.kube.patch(job.path, {"metadata": metadata})
+        if document["metadata"].get("finalizers") or not job.is_deleted:
+            self._document = document
 
     def _tell(self, seen: Pass) -> None:
         self._metrics.observe(self.key, seen)

@@ -192,7 +192,7 @@ class KubernetesBackend:
 
     async def delete_job(self) -> None:
         self._lease.check()
-        await self._kube.delete(self._path, uid=self._job.uid)
+        await self._kube.delete(self._job.path, uid=self._job.uid)
 
     async def write_status(self, status: Status) -> None:
         self._lease.check()
@@ -200,14 +200,9 @@ class KubernetesBackend:
             {"op": "test", "path": "/metadata/uid", "value": self._job.uid},
             {"op": "add", "path": "/status", "value": encode(status)},
         ]
-        await self._kube.patch(f"{self._path}/status", patch, PatchKind.JSON)
+        await self._kube.patch(f"{self._job.path}/status", patch, PatchKind.JSON)
 
     # ------------------------------------------------------------ observing
-
-    @property
-    def _path(self) -> str:
-        job = self._job.job
-        return f"/apis/stepfast.dev/v1alpha1/namespaces/{job.namespace}/trainingjobs/{job.name}"
 
     def _intent(self) -> Intent:
         # A job that is deleted gets its last checkpoint, as one that is suspended does.
@@ -300,7 +295,7 @@ class KubernetesBackend:
     async def _note(self, launched: Launched) -> None:
         self._lease.check()
         note = {"metadata": {"uid": self._job.uid, "annotations": {labels.LAUNCHED: json.dumps(encode(launched))}}}
-        await self._kube.patch(self._path, note)
+        await self._kube.patch(self._job.path, note)
         self._launched_now = launched
 
     async def _make_service(self) -> None:
