@@ -21,6 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from stepfast.errors import GangError
+from stepfast.rendezvous import wait_for_host
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -48,12 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
     threading.Thread(target=_watch_children, args=(report,), name="stepfast-children", daemon=True).start()
     try:
+        wait_for_host(str(args.rdzv_endpoint or ""))
         torchrun.run(args)  # type: ignore[no-untyped-call] # torch's
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return report.finish(rank, failure)
     except SignalException as error:
         return 128 + int(error.sigval)
+    except GangError as error:
+        sys.stderr.write(f"{error}\n")
+        report.write({"exitCode": 1, "message": str(error), "time": time.time()})
+        return 1
     report.write({"exitCode": 0, "time": time.time()})
     return 0
 
