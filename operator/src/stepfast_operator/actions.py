@@ -99,6 +99,17 @@ class EndAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AmendFailure:
+    """Record: the attempt that ended last ended for another reason than it seemed, and this follows."""
+
+    failure: Failure
+    verdict: Verdict
+    rule: str | None = None
+    fail_reason: FailedReason | None = None
+    fail_message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BeginSuspend:
     """Record: the gang was asked to save and stop."""
 
@@ -169,6 +180,7 @@ Effect: TypeAlias = LaunchGang | StopGang | StartAgent | FlushRun | RequestSave 
 Record: TypeAlias = (
     PlanAttempt
     | EndAttempt
+    | AmendFailure
     | BeginSuspend
     | BeginStop
     | NoteSuccess

@@ -4,21 +4,36 @@ Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from stepfast_operator.observed import Observed
+from stepfast_operator.policies import deadline, freshness
 from stepfast_operator.record import Condition, ConditionType, State, Status
 
 _READY_STATES = frozenset({State.RUNNING, State.SUSPENDING})
 
 
-def conditions_of(status: Status, before: Status, now: float) -> tuple[Condition, ...]:
-    """The conditions of that status; one that did not change keeps its transition time."""
-    found = [_suspended(status), _pods_ready(status), _restarting(status), _fresh(status)]
+def conditions_of(status: Status, observed: Observed) -> tuple[Condition, ...]:
+    """The conditions of that status, which follows from what was observed."""
+    found = [_suspended(status), _pods_ready(status, observed), _restarting(status), _fresh(status, observed)]
     if status.current is not None:
         found.append(_progressing(status))
     terminal = _terminal(status)
     if terminal is not None:
         found.append(terminal)
+    return dated(found, status, observed.status, observed.now)
+
+
+def refused_conditions(status: Status, before: Status, now: float) -> tuple[Condition, ...]:
+    """Those of a job whose spec makes no sense: what was said of it before, and that it has failed."""
+    terminal = _terminal(status)
+    kept = [condition for condition in before.conditions if condition.type is not ConditionType.FAILED]
+    return dated([*kept, terminal] if terminal is not None else kept, status, before, now)
+
+
+def dated(found: Sequence[Condition], status: Status, before: Status, now: float) -> tuple[Condition, ...]:
+    """One that did not change keeps its transition time."""
     generation = status.observed_generation
     return tuple(_dated(condition, before.condition(condition.type), now, generation) for condition in found)
 
@@ -37,17 +52,22 @@ def _suspended(status: Status) -> Condition:
     return _make(ConditionType.SUSPENDED, is_suspended, "Suspended" if is_suspended else "Resumed")
 
 
-def _pods_ready(status: Status) -> Condition:
-    current = status.current
-    is_ready = status.state in _READY_STATES and current is not None and current.pods_ready_time is not None
-    return _make(ConditionType.PODS_READY, is_ready, "PodsReady" if is_ready else "PodsNotReady")
+def _pods_ready(status: Status, observed: Observed) -> Condition:
+    kind, current = ConditionType.PODS_READY, status.current
+    if status.state in _READY_STATES and current is not None and current.pods_ready_time is not None:
+        return _make(kind, True, "PodsReady")
+    pending = deadline.describe_pending(observed) if status.open_attempt is not None else None
+    return _make(kind, False, "PodsNotReady" if pending is None else "PodsPending", pending or "")
 
 
 def _restarting(status: Status) -> Condition:
-    failure = status.last_failure
-    is_restarting = status.state is State.RESTARTING and failure is not None
-    reason = str(failure.reason) if is_restarting and failure is not None else "NotRestarting"
-    return _make(ConditionType.RESTARTING, is_restarting, reason)
+    kind = ConditionType.RESTARTING
+    if status.state is not State.RESTARTING:
+        return _make(kind, False, "NotRestarting")
+    is_in_place = status.open_attempt is not None and bool(status.recoveries)
+    if is_in_place:
+        return _make(kind, True, str(status.recoveries[-1].cause), "torchrun starts the ranks anew in place")
+    return _make(kind, True, str(status.last_failure.reason) if status.last_failure is not None else "Restarting")
 
 
 def _progressing(status: Status) -> Condition:
@@ -56,11 +76,16 @@ def _progressing(status: Status) -> Condition:
     return _make(ConditionType.PROGRESSING, not is_hung, reason)
 
 
-def _fresh(status: Status) -> Condition:
+def _fresh(status: Status, observed: Observed) -> Condition:
     checkpoint = status.checkpoint
-    kind = ConditionType.CHECKPOINT_FRESH
-    if checkpoint.persist_error is not None:
-        return _make(kind, False, "PersistFailed", checkpoint.persist_error)
+    kind, error = ConditionType.CHECKPOINT_FRESH, checkpoint.persist_error
+    left = freshness.left_seconds(observed, status)
+    if left is not None and left <= 0:
+        limit = observed.spec.checkpoint.max_staleness_seconds or 0.0
+        message = f"no step was committed for {limit:g} s (maxStalenessSeconds)"
+        return _make(kind, False, "Stale", f"{message}: {error}" if error is not None else message)
+    if error is not None:
+        return _make(kind, False, "PersistFailed", error)
     if checkpoint.latest_persisted_step is None:
         return _make(kind, False, "NoCheckpoint")
     return _make(kind, True, "Fresh")

@@ -16,24 +16,20 @@ from __future__ import annotations
 from stepfast.step import run_id
 from stepfast_operator.actions import (
     Action,
-    BeginStop,
-    BeginSuspend,
+    AmendFailure,
     Decision,
+    DeleteJob,
     EndAttempt,
-    FlushRun,
-    ForgetFlushAsked,
     LaunchGang,
     MarkComplete,
     MarkFailed,
     MarkResumed,
     MarkSuspended,
-    NoteFlushAsked,
     NoteFlushed,
     NoteHang,
     NoteSuccess,
     PlanAttempt,
     ReadSteps,
-    RequestSave,
     RequeueAfter,
     StartAgent,
     StopGang,
@@ -41,16 +37,12 @@ from stepfast_operator.actions import (
     SupersedeAfter,
 )
 from stepfast_operator.observed import AgentState, Failure, Intent, Observed, WorkerPhase
-from stepfast_operator.policies import deadline, progress, restart, resume
+from stepfast_operator.policies import deadline, flush, freshness, progress, restart, resume, suspend, ttl
 from stepfast_operator.record import Attempt, Cause, FailedReason, State, Verdict
 from stepfast_operator.spec import HangAction
 
-STOP_GRACE_SECONDS = 10.0
 AGENT_START_SECONDS = 15.0
 _SOON_SECONDS = 0.1
-_FLUSH_POLL_SECONDS = 0.25
-# An agent that answers is asked what is left even when there is no time to wait for it; one that does not, no longer.
-_ASK_SECONDS = 5.0
 _STORAGE_RETRY_SECONDS = 2.0
 _IDLE_SECONDS = 5.0
 
@@ -61,12 +53,15 @@ def decide(observed: Observed) -> Decision:
     """
     status = observed.status
     attempt = status.open_attempt
+    amended = _amend(observed)
+    if amended is not None:
+        return _decision("the attempt ended because its node was lost", amended, RequeueAfter(seconds=0))
     stray = observed.live_runs - ({attempt.run} if attempt is not None and observed.gang is not None else set())
     if stray:
         stop = StopGang(runs=tuple(sorted(stray)), mode=StopMode.KILL)
         return _decision("processes of an earlier run still live", stop, RequeueAfter(seconds=_SOON_SECONDS))
     if status.is_terminal:
-        return _decision(f"the job is {status.terminal_state}")
+        return _over(observed)
     if attempt is None:
         return _between(observed)
     if observed.gang is None:
@@ -78,20 +73,50 @@ def _decision(why: str, *actions: Action) -> Decision:
     return Decision(actions=actions, why=why)
 
 
+def _over(observed: Observed) -> Decision:
+    why = f"the job is {observed.status.terminal_state}"
+    left = ttl.left_seconds(observed)
+    if left is None:
+        return _decision(why)
+    if left > 0:
+        return _decision(why, RequeueAfter(seconds=left))
+    return _decision(f"{why}; ttlSecondsAfterFinished are over", DeleteJob())
+
+
+def _amend(observed: Observed) -> AmendFailure | None:
+    """A rank's failure whose true cause shows while its gang is being ended: a node is known to be lost only when it
+    has been silent for a while, and the ranks of the other nodes fail long before that.
+    """
+    current, last = observed.status.current, observed.status.last_failure
+    if current is None or last is None or observed.gang is None or observed.status.is_terminal:
+        return None
+    if current.ended_time is None or current.attempt != last.attempt or current.verdict is Verdict.SUSPEND:
+        return None
+    failures = [worker.failure for worker in observed.gang.workers if worker.failure is not None]
+    lost = next((failure for failure in failures if failure.cause is Cause.NODE_LOST), None)
+    if lost is None or last.reason not in (Cause.RANK_FAILED, Cause.WORKER_FAILED):
+        return None
+    judged = restart.judge(observed.spec.failure_policy, lost)
+    return AmendFailure(
+        failure=lost,
+        verdict=judged.verdict,
+        rule=judged.rule,
+        fail_reason=FailedReason.FAILURE_POLICY if judged.verdict is Verdict.FAIL else None,
+        fail_message=judged.fail_message,
+    )
+
+
 def _between(observed: Observed) -> Decision:
     """No attempt is open and nothing of any run lives."""
     status, ended = observed.status, observed.status.current
     if status.state is State.SUSPENDED and observed.intent is Intent.RUN:
         return _decision("asked to go on", MarkResumed(), RequeueAfter(seconds=0))
     if ended is not None and ended.ended_time is not None and ended.flushed_time is None:
-        waiting = _flush(observed, ended, ended.ended_time)
+        waiting = flush.flush(observed, ended, ended.ended_time)
         if waiting is not None:
             return waiting
-        left = observed.has_pending(ended.run) or observed.agent in (
-            AgentState.GONE,
-            AgentState.STARTING,
-        )
-        return _decision("the failed run is flushed", NoteFlushed(timed_out=left), RequeueAfter(seconds=0))
+        left = NoteFlushed(timed_out=flush.is_left(observed, ended.run))
+        return _decision("the failed run is flushed", left, RequeueAfter(seconds=0))
     if ended is not None and ended.verdict is Verdict.FAIL:
         reason = ended.fail_reason or FailedReason.FAILURE_POLICY
         return _decision("the attempt's end ends the job", MarkFailed(reason=reason, message=ended.fail_message))
@@ -123,7 +148,8 @@ def _without_storage(observed: Observed, error: str) -> Decision:
         return _decision("the storage refuses", failed)
     ended = status.current.ended_time if status.current is not None else None
     since = ended if ended is not None else status.start_time
-    if since is not None and observed.now - _since(observed, since) >= observed.spec.startup_deadline_seconds:
+    waited = observed.now - flush.waiting_since(observed, since) if since is not None else 0.0
+    if since is not None and waited >= observed.spec.startup_deadline_seconds:
         failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=error)
         return _decision("the storage did not answer until the start deadline", failed)
     return _decision(f"the storage does not answer: {error}", RequeueAfter(seconds=_STORAGE_RETRY_SECONDS))
@@ -178,36 +204,6 @@ def _cause(observed: Observed) -> Cause:
     return failure.reason if failure is not None and failure.attempt == current.attempt else Cause.SUSPENDED
 
 
-def _flush(observed: Observed, attempt: Attempt, since: float) -> Decision | None:
-    """What is to be done until nothing of the run is pending any more; None when that is so, or the time is
-    up.
-    """
-    left = _since(observed, since) + observed.spec.failure_policy.flush_timeout_seconds - observed.now
-    is_answering = observed.agent not in (AgentState.GONE, AgentState.STARTING)
-    if left <= 0 and not (is_answering and attempt.flush_asked_time is None and left > -_ASK_SECONDS):
-        return None
-    wait = RequeueAfter(seconds=min(max(left, 0.0), _FLUSH_POLL_SECONDS))
-    if not is_answering:
-        # Whatever the one before it said of what is left: this one is asked anew.
-        forget = () if attempt.flush_asked_time is None else (ForgetFlushAsked(),)
-        if observed.agent is AgentState.STARTING:
-            return _decision("the agent, which may hold staged steps, is starting", *forget, wait)
-        return _decision("the agent is gone and may hold staged steps", StartAgent(), *forget, wait)
-    if attempt.flush_asked_time is None:
-        # Only what is reported after the request tells what is left: before it, staged steps need not be due.
-        return _decision(
-            "what is staged is flushed", FlushRun(run=attempt.run), NoteFlushAsked(), RequeueAfter(seconds=0)
-        )
-    if observed.has_pending(attempt.run):
-        return _decision("what is staged is being persisted", FlushRun(run=attempt.run), wait)
-    return None
-
-
-def _since(observed: Observed, time: float) -> float:
-    """That time, or when somebody began to look again: hours in which a job was suspended are no time to wait."""
-    return max(time, observed.began_time, observed.status.start_time or 0.0)
-
-
 def _launch(observed: Observed, attempt: Attempt) -> Decision:
     """An attempt is planned, and its gang was never launched."""
     if observed.intent is not Intent.RUN:
@@ -241,13 +237,13 @@ def _watch(observed: Observed, attempt: Attempt) -> Decision:
     # afterwards.
     is_to_stop = observed.intent is not Intent.RUN or attempt.suspending_time is not None
     if is_to_stop and (failure is not None or (is_over and attempt.stopping_time is not None)):
-        return _end(attempt, Failure(cause=Cause.SUSPENDED, time=observed.now), Verdict.SUSPEND, "stopped as asked")
+        return suspend.stopped(observed, attempt, "stopped as asked")
     if failure is not None:
         return _fail(observed, attempt, failure)
     if is_over:
         return _succeed(observed, attempt)
     if is_to_stop:
-        return _suspend(observed, attempt)
+        return suspend.suspend(observed, attempt)
     return _check_deadlines(observed, attempt)
 
 
@@ -285,67 +281,14 @@ def _fail(observed: Observed, attempt: Attempt, failure: Failure) -> Decision:
 def _succeed(observed: Observed, attempt: Attempt) -> Decision:
     if attempt.succeeded_time is None:
         return _decision("every worker succeeded", NoteSuccess(), RequeueAfter(seconds=0))
-    waiting = _flush(observed, attempt, attempt.succeeded_time)
+    waiting = flush.flush(observed, attempt, attempt.succeeded_time)
     if waiting is not None:
         return waiting
-    if not _may_hold_more(observed, attempt):
+    if not flush.may_hold_more(observed, attempt):
         return _decision("every worker succeeded, nothing is pending", MarkComplete())
-    failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=_unpersisted(observed, attempt))
+    message = flush.describe_unpersisted(observed, attempt)
+    failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=message)
     return _decision("every worker succeeded, but memory alone holds the last steps", failed)
-
-
-def _may_hold_more(observed: Observed, attempt: Attempt) -> bool:
-    """Whether memory may hold steps that the storage has not; nobody tells when no agent answers."""
-    if observed.has_pending(attempt.run):
-        return True
-    is_told = observed.agent not in (AgentState.GONE, AgentState.STARTING) and attempt.flush_asked_time is not None
-    return not is_told and observed.status.checkpoint.latest_memory_step is not None
-
-
-def _unpersisted(observed: Observed, attempt: Attempt) -> str:
-    reports = observed.reports_of(attempt.run)
-    steps = sorted({step for report in reports for step in report.pending_steps})
-    which = f"step {steps[-1]} is" if steps else "the last steps may be"
-    error = next((report.persist_error for report in reports if report.persist_error), None)
-    return (
-        f"training succeeded, but {which} in memory only: not persisted within "
-        f"{observed.spec.failure_policy.flush_timeout_seconds:g} s (flushTimeoutSeconds)"
-        f"{f': {error}' if error else ''}; the same command persists what is left before all else"
-    )
-
-
-def _suspend(observed: Observed, attempt: Attempt) -> Decision:
-    """Save on request, wait until that is committed, ask the gang to end, and kill what does not."""
-    failure = Failure(cause=Cause.SUSPENDED, time=observed.now)
-    if observed.intent is Intent.STOP_NOW:
-        return _end(attempt, failure, Verdict.SUSPEND, "stopped at once, as asked")
-    if attempt.suspending_time is None:
-        return _decision("asked to suspend", BeginSuspend(), RequeueAfter(seconds=0))
-    if attempt.stopping_time is not None:
-        left = attempt.stopping_time + STOP_GRACE_SECONDS - observed.now
-        if left <= 0:
-            return _end(attempt, failure, Verdict.SUSPEND, "the gang did not end when asked")
-        return _decision("the gang is ending", RequeueAfter(seconds=left))
-    left = attempt.suspending_time + observed.spec.checkpoint.graceful_suspend_seconds - observed.now
-    if left > 0 and not _is_final_saved(observed, attempt):
-        again = RequeueAfter(seconds=min(left, 1.0))
-        if observed.agent is AgentState.GONE:
-            return _decision("the agent is gone while the last save is awaited", StartAgent(), again)
-        return _decision("waiting for the last save to be committed", RequestSave(run=attempt.run), again)
-    stop = StopGang(runs=(attempt.run,), mode=StopMode.TERMINATE)
-    return _decision("the gang may end", stop, BeginStop(), RequeueAfter(seconds=_SOON_SECONDS))
-
-
-def _is_final_saved(observed: Observed, attempt: Attempt) -> bool:
-    """Whether the save that was asked for is committed, or there is nobody to save."""
-    if observed.agent in (AgentState.GONE, AgentState.STARTING):
-        return False
-    reports = observed.reports_of(attempt.run)
-    if not any(rank.alive for report in reports for rank in report.ranks):
-        return True
-    finals = [report.final_step for report in reports if report.final_step is not None]
-    persisted = max((report.latest_persisted_step or 0 for report in reports), default=0)
-    return bool(finals) and persisted >= max(finals)
 
 
 def _check_deadlines(observed: Observed, attempt: Attempt) -> Decision:
@@ -376,14 +319,15 @@ def _check_deadlines(observed: Observed, attempt: Attempt) -> Decision:
         _ahead(deadline.startup_left_seconds(observed, attempt)),
         hang_left,
         restart.next_check_seconds(observed),
+        _ahead(freshness.left_seconds(observed, observed.status)),
     ]
     nearest = min(max(wait, 0.01) for wait in waits if wait is not None)
     return _decision("training goes on", *heal, RequeueAfter(seconds=nearest))
 
 
-def _ahead(seconds: float) -> float | None:
+def _ahead(seconds: float | None) -> float | None:
     """A deadline that has passed, and was found met, needs no second look."""
-    return seconds if seconds > 0 else None
+    return seconds if seconds is not None and seconds > 0 else None
 
 
 def _hung(observed: Observed, attempt: Attempt) -> Decision:

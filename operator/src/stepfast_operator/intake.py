@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
-from stepfast_operator.observed import Gang, Observed, WorkerPhase
-from stepfast_operator.policies import deadline, restart
+from stepfast_operator.observed import Gang, Intent, Observed, WorkerPhase
+from stepfast_operator.policies import deadline, inplace, restart
 from stepfast_operator.record import (
     Attempt,
     CheckpointStatus,
@@ -17,6 +17,7 @@ from stepfast_operator.record import (
     Nodes,
     Recovery,
     SavesStatus,
+    State,
     Status,
     TrainerStatus,
 )
@@ -32,12 +33,15 @@ def take_in(observed: Observed) -> Status:
     status = observed.status
     if observed.storage_error is not None or observed.committed is not None:
         status = replace(status, checkpoint=replace(status.checkpoint, storage_error=observed.storage_error))
+    if status.start_time is None and status.state is not State.SUSPENDED and observed.intent is Intent.RUN:
+        status = replace(status, start_time=observed.now)
     current = status.current
     if current is None:
         return replace(status, nodes=Nodes(desired=observed.spec.trainer.num_nodes))
     reports = observed.reports_of(current.run)
     ranks = [rank for report in reports for rank in report.ranks]
     if current.ended_time is None:
+        status, current = inplace.take_in(observed, status, current)
         planned, current = current, _attempt(observed, current, ranks)
         status = _count_really_restored(status, current, planned)
     status = replace(
@@ -149,14 +153,15 @@ def _checkpoint(
     checkpoint = _committed(observed, before)
     if not reports:
         return checkpoint
+    all_reports = observed.all_reports_of(current.run)
     in_memory = [report.latest_memory_step for report in reports if report.latest_memory_step is not None]
     checkpoint = _persisted(observed, checkpoint, current, reports)
     tiers = {rank.restored_tier or _NO_TIER for rank in ranks} - {_NO_TIER}
     checkpoint = replace(
         checkpoint,
         latest_memory_step=min(in_memory, default=checkpoint.latest_memory_step),
-        persist_error=next((report.persist_error for report in reports if report.persist_error), None),
-        pending_bytes=sum(report.pending_bytes for report in reports),
+        persist_error=next((report.persist_error for report in all_reports if report.persist_error), None),
+        pending_bytes=sum(report.pending_bytes for report in all_reports),
         saves=_saves(checkpoint, [report.saves for report in reports]),
         restored_step=current.restored_step or None,
         # One rank that had to read from the storage makes it the storage's restore.
@@ -234,12 +239,18 @@ def _saves(checkpoint: CheckpointStatus, reported: Sequence[SaveStatus]) -> Save
 
 
 def _count_really_restored(status: Status, current: Attempt, planned: Attempt) -> Status:
-    """Counts anew what was lost, once it is known that the ranks went on from another step than `planned`."""
-    if current.start_step == planned.start_step:
+    """Counts anew what was lost, once it is known that the ranks went on from another step than `planned`.
+
+    After an in-place restart nothing was planned: what the ranks restored is the first that is known.
+    """
+    is_first_known = current.in_place_restarts > 0 and planned.restored_step is None
+    if current.restored_step == planned.restored_step or (
+        current.start_step == planned.start_step and not is_first_known
+    ):
         return status
-    more = current.steps_lost - planned.steps_lost
+    more = current.steps_lost - (0 if is_first_known else planned.steps_lost)
     recoveries = status.recoveries
-    if recoveries and recoveries[-1].attempt + 1 == current.attempt:
+    if recoveries and recoveries[-1].is_ended_by(current):
         last = replace(recoveries[-1], resumed_from_step=current.start_step, steps_lost=current.steps_lost)
         recoveries = (*recoveries[:-1], last)
     return replace(
@@ -254,13 +265,14 @@ def _recoveries(
     recoveries: tuple[Recovery, ...], current: Attempt, checkpoint: CheckpointStatus, gang: Gang | None
 ) -> tuple[Recovery, ...]:
     """Fills in the recovery that the current attempt completes, as its times become known."""
-    if not recoveries or recoveries[-1].attempt + 1 != current.attempt or recoveries[-1].duration_seconds is not None:
+    if not recoveries or not recoveries[-1].is_ended_by(current) or recoveries[-1].duration_seconds is not None:
         return recoveries
     last = recoveries[-1]
     resumed = current.first_step_time
+    is_launched = gang is not None and gang.run == current.run and last.in_place_restart is None
     last = replace(
         last,
-        launched_time=gang.launched_time if gang is not None and gang.run == current.run else last.launched_time,
+        launched_time=gang.launched_time if gang is not None and is_launched else last.launched_time,
         pods_ready_time=current.pods_ready_time,
         restored_time=current.restored_time,
         restored_tier=checkpoint.restored_tier,

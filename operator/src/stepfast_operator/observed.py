@@ -148,7 +148,11 @@ class Observed:
 
     def newest_run(self, run: str) -> str:
         """The run as its ranks call it now: after the newest in-place restart that an agent knows of."""
-        return restarted_run(run, max((restarts for _, restarts in self._launches_of(run)), default=0))
+        return restarted_run(run, max((restarts for _, restarts in self._reports_and_restarts(run)), default=0))
+
+    def launches_of(self, run: str) -> list[str]:
+        """The run, and it after each in-place restart that an agent knows of: an agent holds steps of any of them."""
+        return sorted({run} | {report.run for report in self.all_reports_of(run)})
 
     def reports_of(self, run: str) -> list[JobStatus]:
         """What the agents say of the run since its newest in-place restart."""
@@ -157,9 +161,9 @@ class Observed:
 
     def all_reports_of(self, run: str) -> list[JobStatus]:
         """What the agents say of the run and of all its in-place restarts."""
-        return [report for report, _ in self._launches_of(run)]
+        return [report for report, _ in self._reports_and_restarts(run)]
 
-    def _launches_of(self, run: str) -> list[tuple[JobStatus, int]]:
+    def _reports_and_restarts(self, run: str) -> list[tuple[JobStatus, int]]:
         split = ((report, split_run(report.run)) for report in self.reports)
         return [(report, restarts) for report, (base, restarts) in split if base == run]
 

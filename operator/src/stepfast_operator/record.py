@@ -156,6 +156,7 @@ class Recovery:
     """One recovery, from the failure to the first new step. Times that are not known yet are None."""
 
     attempt: int  # that failed
+    in_place_restart: int | None = None  # the attempt went on: torchrun started its ranks anew for the n-th time
     cause: Cause
     node: str | None = None
     rank: int | None = None
@@ -173,6 +174,12 @@ class Recovery:
     steps_lost: int | None = None
     duration_seconds: float | None = None
 
+    def is_ended_by(self, attempt: Attempt) -> bool:
+        """Whether this attempt, as it stands, is the one that the recovery leads to."""
+        if self.in_place_restart is not None:
+            return (attempt.attempt, attempt.in_place_restarts) == (self.attempt, self.in_place_restart)
+        return attempt.attempt == self.attempt + 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
@@ -184,6 +191,8 @@ class Attempt:
     planned_time: float
     step_before: int | None = None  # where training stood when it was planned
     step_seconds_before: float = 0.0  # how long a step took in the attempt before it
+    in_place_restarts: int = 0  # the times below are those since the last of them
+    restarted_time: float | None = None  # when the last of them was seen
     pods_ready_time: float | None = None
     restored_time: float | None = None  # when the last rank had restored
     restored_step: int | None = None  # that the ranks really restored; 0: none; None: not known yet
@@ -209,6 +218,14 @@ class Attempt:
     def start_step(self) -> int:
         """The step that training went on from: the planned one until it is known what was restored."""
         return self.resume_step if self.restored_step is None else self.restored_step
+
+    @property
+    def reached_step(self) -> int:
+        """Where training stands."""
+        if self.newest_step is not None:
+            return self.newest_step
+        is_unknown = self.restored_step is None and self.in_place_restarts > 0
+        return (self.step_before or 0) if is_unknown else self.start_step
 
     @property
     def went_back(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from stepfast_operator.actions import (
+    AmendFailure,
     BeginStop,
     BeginSuspend,
     Decision,
@@ -36,9 +37,9 @@ from stepfast_operator.actions import (
     StopGang,
     SupersedeAfter,
 )
-from stepfast_operator.conditions import conditions_of
+from stepfast_operator.conditions import conditions_of, refused_conditions
 from stepfast_operator.intake import take_in
-from stepfast_operator.observed import Observed
+from stepfast_operator.observed import Failure, Observed
 from stepfast_operator.record import (
     MAX_RECOVERIES,
     Attempt,
@@ -76,7 +77,7 @@ def next_status(observed: Observed, decision: Decision) -> Status:
     if before.is_terminal:
         return status
     status = replace(status, state=_state_of(status))
-    return replace(status, conditions=conditions_of(status, before, observed.now))
+    return replace(status, conditions=conditions_of(status, observed))
 
 
 def refuse(status: Status, message: str, now: float, generation: int | None = None) -> Status:
@@ -88,7 +89,7 @@ def refuse(status: Status, message: str, now: float, generation: int | None = No
     record = MarkFailed(reason=FailedReason.INVALID_SPEC, message=message)
     after = _fail(replace(status, observed_generation=generation), record, now)
     after = replace(after, state=_state_of(after))
-    return replace(after, conditions=conditions_of(after, status, now))
+    return replace(after, conditions=refused_conditions(after, status, now))
 
 
 def _fold(status: Status, record: Record, observed: Observed) -> Status:
@@ -98,8 +99,10 @@ def _fold(status: Status, record: Record, observed: Observed) -> Status:
             return _plan(status, record, now)
         case EndAttempt():
             return _end(status, record, now)
+        case AmendFailure():
+            return _amend(status, record)
         case MarkSuspended():
-            return _close_stretch(replace(status, state=State.SUSPENDED), now)
+            return _suspend(status, now)
         case MarkResumed():
             return _resume(status, now)
         case MarkComplete():
@@ -146,7 +149,9 @@ def _fail(status: Status, record: MarkFailed, now: float) -> Status:
 
 def _followed(recoveries: tuple[Recovery, ...], last: Attempt) -> tuple[Recovery, ...]:
     """Without that of the last attempt, which no other follows."""
-    return tuple(recovery for recovery in recoveries if recovery.attempt != last.attempt)
+    return tuple(
+        recovery for recovery in recoveries if recovery.attempt != last.attempt or recovery.in_place_restart is not None
+    )
 
 
 def _ended(current: Attempt | None, now: float) -> Attempt | None:
@@ -184,17 +189,52 @@ def _end(status: Status, record: EndAttempt, now: float) -> Status:
     status = replace(status, last_failure=last)
     if record.verdict is Verdict.FAIL:
         return status
-    recovery = Recovery(
+    recovery = _recovery_from(current, failure, failure.time, now)
+    return replace(status, recoveries=(*status.recoveries, recovery)[-MAX_RECOVERIES:])
+
+
+def _amend(status: Status, record: AmendFailure) -> Status:
+    """Puts the blame for the last attempt's end right. What it was taken for is still told."""
+    failure, current, last = record.failure, status.current, status.last_failure
+    if current is None or last is None:
+        return status
+    seen = f"rank {last.rank}" if last.rank is not None else last.node or "a worker"
+    message = f"{failure.message or 'its node was lost'}; seen first: {seen} failed"
+    last = replace(
+        last,
+        reason=failure.cause,
+        rule=record.rule,
+        action=_ACTIONS.get(record.verdict),
+        pod=failure.pod,
+        node=failure.node,
+        rank=None,
+        exit_code=failure.exit_code,
+        message=f"{message}: {last.message}" if last.message else message,
+    )
+    current = replace(
+        current, verdict=record.verdict, fail_reason=record.fail_reason, fail_message=record.fail_message
+    )  # fmt: skip
+    recoveries = _followed(status.recoveries, current)
+    if record.verdict is not Verdict.FAIL:
+        opened = next((entry for entry in status.recoveries if entry not in recoveries), None)
+        opened = opened or _recovery_from(current, failure, last.failure_time, current.ended_time or last.failure_time)
+        is_counted = record.verdict is Verdict.RESTART
+        opened = replace(opened, cause=failure.cause, node=failure.node, rank=None, counted=is_counted)
+        recoveries = (*recoveries, opened)[-MAX_RECOVERIES:]
+    return replace(status, current=current, last_failure=last, recoveries=recoveries)
+
+
+def _recovery_from(current: Attempt, failure: Failure, failed: float, detected: float) -> Recovery:
+    return Recovery(
         attempt=current.attempt,
         cause=failure.cause,
         node=failure.node,
         rank=failure.rank,
-        counted=record.verdict is Verdict.RESTART,
-        failure_time=failure.time,
-        detected_time=now,
-        step_before=current.newest_step,
+        counted=current.verdict is Verdict.RESTART,
+        failure_time=failed,
+        detected_time=detected,
+        step_before=current.reached_step,
     )
-    return replace(status, recoveries=(*status.recoveries, recovery)[-MAX_RECOVERIES:])
 
 
 def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
@@ -205,7 +245,7 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
         run=plan.run,
         resume_step=plan.resume_step,
         planned_time=now,
-        step_before=plan.resume_step if ended is None else _newest_of(ended),
+        step_before=plan.resume_step if ended is None else ended.reached_step,
         step_seconds_before=0.0 if ended is None else ended.step_seconds,
     )
     status = _settle(status, attempt)
@@ -240,10 +280,6 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
     )
 
 
-def _newest_of(attempt: Attempt) -> int:
-    return attempt.start_step if attempt.newest_step is None else attempt.newest_step
-
-
 def _settle(status: Status, following: Attempt) -> Status:
     """The attempt before the following one is over: what it lost, and how long it trained for what is kept."""
     ended = status.current
@@ -251,7 +287,7 @@ def _settle(status: Status, following: Attempt) -> Status:
         return status
     lost = following.steps_lost
     recoveries = status.recoveries
-    if recoveries and recoveries[-1].attempt == ended.attempt:
+    if recoveries and recoveries[-1].is_ended_by(following):
         last = recoveries[-1]
         last = replace(
             last, flushed_time=ended.flushed_time, resumed_from_step=following.resume_step, steps_lost=lost
@@ -264,6 +300,13 @@ def _settle(status: Status, following: Attempt) -> Status:
         steps_lost=status.steps_lost + lost,
         productive_seconds=max(0.0, productive),
     )
+
+
+def _suspend(status: Status, now: float) -> Status:
+    """Nobody waits for a recovery that is under way: the next attempt begins when the job is resumed."""
+    current = status.current
+    recoveries = status.recoveries if current is None else _followed(status.recoveries, current)
+    return _close_stretch(replace(status, state=State.SUSPENDED, recoveries=recoveries), now)
 
 
 def _close_stretch(status: Status, now: float) -> Status:
@@ -315,4 +358,6 @@ def _state_of(status: Status) -> State:
         return State.SUSPENDING if current.verdict is Verdict.SUSPEND else State.RESTARTING
     if current.suspending_time is not None:
         return State.SUSPENDING
-    return State.RUNNING if current.pods_ready_time is not None else State.STARTING
+    if current.pods_ready_time is not None:
+        return State.RUNNING
+    return State.RESTARTING if current.in_place_restarts else State.STARTING

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from stepfast.errors import AgentUnavailable, StorageForbidden, StorageUnavailable
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
-from stepfast.step import JobKey
+from stepfast.step import JobKey, restarted_run, split_run
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.observed import (
     AgentState,
@@ -22,6 +22,7 @@ from stepfast_operator.observed import (
     Observed,
     Worker,
     WorkerPhase,
+    dead_ranks_of,
 )
 from stepfast_operator.record import Cause, Status
 from stepfast_operator.spec import TrainingSpec
@@ -40,6 +41,8 @@ class FakeGang:
     failures: dict[int, Failure] = field(default_factory=dict)
     lives: bool = True
     ranks: dict[int, RankStatus] = field(default_factory=dict)
+    earlier_ranks: list[dict[int, RankStatus]] = field(default_factory=list)  # before each in-place restart
+    messages: dict[int, str] = field(default_factory=dict)  # why a node's worker is pending
 
 
 class FakeBackend:
@@ -66,6 +69,7 @@ class FakeBackend:
         self.launches: list[LaunchGang] = []
         self.saved: Status | None = None
         self.is_deleted = False
+        self.flushed: list[str] = []
         self.generation: int | None = None
         self.awaited_agents: tuple[str, ...] = ()
 
@@ -101,7 +105,8 @@ class FakeBackend:
                 self.gang.ranks[rank] = replace(status, global_step=step, step_time=self.now, metrics=metrics)
 
     def stage(self, step: int) -> None:
-        self.staged.setdefault(self.gang.run, []).append(step)
+        run = restarted_run(self.gang.run, len(self.gang.earlier_ranks))
+        self.staged.setdefault(run, []).append(step)
 
     def persist(self, run: str) -> None:
         """What is staged of the run becomes committed, or stays half-way while commits are held."""
@@ -120,6 +125,30 @@ class FakeBackend:
             rank=rank,
             exit_code=exit_code,
             message="failed",
+        )
+
+    def die(self, rank: int = 1) -> None:
+        """A rank's process is gone; its launcher lives."""
+        self.gang.ranks[rank] = replace(self.gang.ranks[rank], alive=False, ended_time=self.now)
+
+    def rejoin(self, restored_step: int, tier: str = "Memory") -> None:
+        """The launchers have started all ranks anew in place."""
+        for rank, status in self.gang.ranks.items():
+            if status.alive:
+                self.gang.ranks[rank] = replace(status, alive=False, ended_time=self.now)
+        self.gang.earlier_ranks.append(dict(self.gang.ranks))
+        self.join(restored_step, tier)
+
+    def take_away(self, cause: Cause, node: int = 0) -> None:
+        """A pod is taken away, and still lives."""
+        evicted = (("DisruptionTarget", "True"),) if cause is Cause.POD_EVICTED else ()
+        self.gang.failures[node] = Failure(
+            cause=cause,
+            time=self.now,
+            node=f"node-{node}",
+            pod=f"{self.gang.run}-{node}",
+            message="was taken away",
+            pod_conditions=evicted,
         )
 
     def succeed(self) -> None:
@@ -141,6 +170,8 @@ class FakeBackend:
     async def observe(self, status: Status) -> Observed:
         current = status.current
         gang = self.gangs.get(current.run) if current is not None else None
+        is_told = self.agent is AgentState.READY
+        reports = [report for gang in self.gangs.values() for report in self._reports(gang)] if is_told else []
         return Observed(
             now=self.now,
             job=self.job,
@@ -151,7 +182,8 @@ class FakeBackend:
             gang=_gang_of(gang) if gang is not None else None,
             live_runs=frozenset(run for run, gang in self.gangs.items() if gang.lives),
             agent=self.agent,
-            reports=[self._report(gang) for gang in self.gangs.values()] if self.agent is AgentState.READY else [],
+            reports=reports,
+            dead_ranks=dead_ranks_of("node-0", reports),
             began_time=self.began,
             command=self.command,
             storage_uri="memory://fake/test/job",
@@ -200,13 +232,14 @@ class FakeBackend:
 
     async def flush(self, run: str) -> None:
         self._check_agent()
+        self.flushed.append(run)
         self.staged.setdefault(run, []).extend(self.staged_not_due.pop(run, []))
         if not self.is_storage_down:
             self.persist(run)
 
     async def request_save(self, run: str) -> None:
         self._check_agent()
-        gang = self.gangs[run]
+        gang = self.gangs[split_run(run)[0]]
         reached = [rank.global_step for rank in gang.ranks.values() if rank.global_step is not None]
         if run not in self.final and reached:
             self.final[run] = max(reached)
@@ -228,26 +261,37 @@ class FakeBackend:
         if self.agent is not AgentState.READY:
             raise AgentUnavailable("the fake agent is down")
 
-    def _report(self, gang: FakeGang) -> JobStatus:
-        staged = self.staged.get(gang.run, [])
+    def _reports(self, gang: FakeGang) -> list[JobStatus]:
+        launches = [*gang.earlier_ranks, gang.ranks]
+        return [self._report(restarted_run(gang.run, number), ranks) for number, ranks in enumerate(launches)]
+
+    def _report(self, run: str, ranks: Mapping[int, RankStatus]) -> JobStatus:
+        staged, parted = self.staged.get(run, []), self.parted.get(run, [])
         return JobStatus(
             job=self.job,
-            run=gang.run,
+            run=run,
             world_size=self.world_size,
-            ranks=tuple(gang.ranks.values()),
+            ranks=tuple(ranks.values()),
             saves=SaveStatus(),
-            latest_memory_step=max([*self.parted.get(gang.run, []), *staged], default=None),
+            latest_memory_step=max([*parted, *staged], default=None),
             latest_persisted_step=max(self.steps, default=None),
             latest_persisted_time=max(self.steps.values(), default=None),
             pending_bytes=STEP_BYTES * len(staged),
-            pending_steps=(*self.parted.get(gang.run, []), *staged),
-            final_step=self.final.get(gang.run),
+            pending_steps=(*parted, *staged),
+            final_step=self.final.get(run),
         )
 
 
 def _gang_of(gang: FakeGang) -> Gang:
     workers = [
-        Worker(index=node, node=f"node-{node}", phase=phase, failure=gang.failures.get(node))
+        Worker(
+            index=node,
+            node=f"node-{node}",
+            phase=phase,
+            failure=gang.failures.get(node),
+            pod=f"{gang.run}-{node}",
+            message=gang.messages.get(node, ""),
+        )
         for node, phase in sorted(gang.phases.items())
     ]
     return Gang(run=gang.run, launched_time=gang.launched_time, workers=workers)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from stepfast_operator.observed import Observed, WorkerPhase
+from stepfast_operator.observed import Observed, Worker, WorkerPhase
 from stepfast_operator.record import Attempt
+
+_NAMED = 3  # pods in one sentence
 
 
 def joined_ranks(observed: Observed, run: str) -> tuple[int, int]:
@@ -27,18 +29,37 @@ def active_left_seconds(observed: Observed) -> float | None:
 
 
 def startup_exceeded(observed: Observed, attempt: Attempt) -> str | None:
-    """Why the gang is not up although `startupDeadlineSeconds` have passed since it was planned.
+    """Why the gang is not up although `startupDeadlineSeconds` have passed since it was planned, or since its ranks
+    were started anew in place.
 
     A script that never uses the SDK joins nobody: for it a running torchrun on each node is enough.
     """
     if attempt.pods_ready_time is not None or observed.gang is None or startup_left_seconds(observed, attempt) > 0:
         return None
+    pending = describe_pending(observed)
+    if pending is not None:
+        return pending
     joined, world_size = joined_ranks(observed, attempt.run)
-    if 0 < joined < world_size:
-        return f"only {joined} of {world_size} ranks joined"
-    waiting = [worker.node for worker in observed.gang.workers if worker.phase is WorkerPhase.PENDING]
-    return f"still pending: {', '.join(waiting)}" if waiting else None
+    return f"only {joined} of {world_size} ranks joined" if 0 < joined < world_size else None
 
 
 def startup_left_seconds(observed: Observed, attempt: Attempt) -> float:
-    return attempt.planned_time + observed.spec.startup_deadline_seconds - observed.now
+    since = attempt.planned_time if attempt.restarted_time is None else attempt.restarted_time
+    return since + observed.spec.startup_deadline_seconds - observed.now
+
+
+def describe_pending(observed: Observed) -> str | None:
+    """Which of the gang's workers do not run yet, and why; None when all do."""
+    workers = observed.gang.workers if observed.gang is not None else ()
+    pending = [worker for worker in workers if worker.phase is WorkerPhase.PENDING]
+    if not pending:
+        return None
+    named = ", ".join(_name(worker) for worker in pending[:_NAMED])
+    more = f" and {len(pending) - _NAMED} more" if len(pending) > _NAMED else ""
+    # Most often one reason holds for all of them.
+    reasons = list(dict.fromkeys(worker.message for worker in pending if worker.message))
+    return f"still pending: {named}{more}{f' ({reasons[0]})' if reasons else ''}"
+
+
+def _name(worker: Worker) -> str:
+    return worker.pod or worker.node

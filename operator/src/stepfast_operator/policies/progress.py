@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from stepfast_operator.observed import Observed
+from stepfast_operator.observed import AgentState, Observed
+from stepfast_operator.policies import inplace
 from stepfast_operator.record import Attempt
 
 
@@ -12,8 +13,14 @@ def last_progress_time(observed: Observed, attempt: Attempt) -> float | None:
 
     A rank that waits for memory stands still because of the storage, which no restart would mend: that counts as
     progress. Ranks that said goodbye are done and are not waited for; a script that never uses the SDK is never called
-    hung.
+    hung, nor is any while an agent is away: nobody tells then. Ranks that died and are to be started anew in place have
+    as long for that.
     """
+    if observed.agent in (AgentState.GONE, AgentState.STARTING):
+        return None
+    restarting = inplace.waiting_since(observed, attempt.run)
+    if restarting is not None and observed.gang is not None:
+        return max(observed.gang.launched_time, restarting)
     ranks = [rank for report in observed.reports_of(attempt.run) for rank in report.ranks if rank.alive]
     if not ranks or observed.gang is None:
         return None

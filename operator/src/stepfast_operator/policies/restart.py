@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from stepfast_operator.observed import Failure, Observed, WorkerPhase
+from stepfast_operator.observed import DeadRank, Failure, Observed, WorkerPhase
+from stepfast_operator.policies import inplace
 from stepfast_operator.record import Cause, FailedReason, Status, Verdict
 from stepfast_operator.spec import Backoff, FailurePolicy, Rule, RuleAction
 
@@ -47,9 +48,7 @@ def failure_of(observed: Observed) -> Failure | None:
     failures = [_dated(observed, failure) for failure in _worker_failures(observed)]
     if failures:
         return min(failures, key=lambda failure: failure.time)
-    dead = [
-        rank for rank in observed.dead_ranks if observed.now - rank.ended_time >= DEAD_RANK_GRACE_SECONDS
-    ]  # fmt: skip
+    dead = [rank for rank in _dead_ranks(observed) if observed.now - rank.ended_time >= DEAD_RANK_GRACE_SECONDS]
     if not dead:
         return None
     first = min(dead, key=lambda rank: rank.ended_time)
@@ -64,8 +63,16 @@ def failure_of(observed: Observed) -> Failure | None:
 
 def next_check_seconds(observed: Observed) -> float | None:
     """When a dead rank, of which nothing else is known yet, becomes a failure."""
-    waits = [rank.ended_time + DEAD_RANK_GRACE_SECONDS - observed.now for rank in observed.dead_ranks]
+    waits = [rank.ended_time + DEAD_RANK_GRACE_SECONDS - observed.now for rank in _dead_ranks(observed)]
     return max(0.0, min(waits)) if waits else None
+
+
+def _dead_ranks(observed: Observed) -> list[DeadRank]:
+    """Dead ranks that nobody will start anew."""
+    current = observed.status.current
+    if current is None or inplace.may_follow(observed, current.run):
+        return []
+    return inplace.dead_ranks(observed, current.run)
 
 
 def judge(policy: FailurePolicy, failure: Failure) -> Judgement:
@@ -166,16 +173,22 @@ def backoff_seconds(backoff: Backoff, without_progress: int) -> float:
 
 
 def _worker_failures(observed: Observed) -> list[Failure]:
+    gang = observed.gang
+    if gang is None:
+        return []
+    is_healed = inplace.may_follow(observed, gang.run)
     found = []
-    for worker in observed.gang.workers if observed.gang is not None else ():
+    for worker in gang.workers:
         if worker.failure is not None:
-            found.append(worker.failure)
+            is_rank = worker.phase is WorkerPhase.RUNNING and worker.failure.cause is Cause.RANK_FAILED
+            found += [] if is_rank and is_healed else [worker.failure]
         elif worker.phase is WorkerPhase.FAILED:
             found.append(
                 Failure(
                     cause=Cause.WORKER_FAILED,
                     time=observed.now,
                     node=worker.node,
+                    pod=worker.pod,
                     message="it ended in failure",
                 )
             )
@@ -184,5 +197,6 @@ def _worker_failures(observed: Observed) -> list[Failure]:
 
 def _dated(observed: Observed, failure: Failure) -> Failure:
     """The failure with the best known time: the agent saw the connection end before torchrun polled."""
-    times = [dead.ended_time for dead in observed.dead_ranks if dead.rank == failure.rank]
+    dead = inplace.dead_ranks(observed, observed.gang.run) if observed.gang is not None else []
+    times = [rank.ended_time for rank in dead if rank.rank == failure.rank]
     return replace(failure, time=min([failure.time, *times]))

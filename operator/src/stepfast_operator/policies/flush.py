@@ -1,0 +1,78 @@
+"""What is to be done until nothing of a run is left in memory alone. Pure."""
+
+from __future__ import annotations
+
+from stepfast_operator.actions import (
+    Decision,
+    FlushRun,
+    ForgetFlushAsked,
+    NoteFlushAsked,
+    RequeueAfter,
+    StartAgent,
+)
+from stepfast_operator.observed import AgentState, Observed
+from stepfast_operator.record import Attempt
+
+_POLL_SECONDS = 0.25
+# An agent that answers is asked what is left even when there is no time to wait for it; one that does not, no longer.
+_ASK_SECONDS = 5.0
+_SILENT = (AgentState.GONE, AgentState.STARTING)
+
+
+def flush(observed: Observed, attempt: Attempt, since: float) -> Decision | None:
+    """What is to be done until nothing of the run is pending any more; None when that is so, or the time is
+    up.
+    """
+    left = waiting_since(observed, since) + observed.spec.failure_policy.flush_timeout_seconds - observed.now
+    is_answering = observed.agent not in _SILENT
+    if left <= 0 and not (is_answering and attempt.flush_asked_time is None and left > -_ASK_SECONDS):
+        return None
+    wait = RequeueAfter(seconds=min(max(left, 0.0), _POLL_SECONDS))
+    if not is_answering:
+        # Whatever the one before it said of what is left: this one is asked anew.
+        forget = () if attempt.flush_asked_time is None else (ForgetFlushAsked(),)
+        if observed.agent is AgentState.STARTING:
+            return Decision(actions=(*forget, wait), why="an agent, which may hold staged steps, is starting")
+        return Decision(actions=(StartAgent(), *forget, wait), why="the agent is gone and may hold staged steps")
+    asked = tuple(FlushRun(run=run) for run in observed.launches_of(attempt.run))
+    if attempt.flush_asked_time is None:
+        # Only what is reported after the request tells what is left: before it, staged steps need not be due.
+        return Decision(actions=(*asked, NoteFlushAsked(), RequeueAfter(seconds=0)), why="what is staged is flushed")
+    if observed.awaited_agents:
+        why = f"the agents of {', '.join(observed.awaited_agents)} have yet to say what is left"
+        return Decision(actions=(*asked, wait), why=why)
+    if observed.has_pending(attempt.run):
+        return Decision(actions=(*asked, wait), why="what is staged is being persisted")
+    return None
+
+
+def is_left(observed: Observed, run: str) -> bool:
+    """Whether something of the run may be in memory alone when the time to flush it is over."""
+    return observed.has_pending(run) or observed.agent in _SILENT or bool(observed.awaited_agents)
+
+
+def may_hold_more(observed: Observed, attempt: Attempt) -> bool:
+    """Whether memory may hold steps that the storage has not; nobody tells when no agent answers."""
+    if observed.has_pending(attempt.run):
+        return True
+    is_told = observed.agent not in _SILENT and not observed.awaited_agents and attempt.flush_asked_time is not None
+    return not is_told and observed.status.checkpoint.latest_memory_step is not None
+
+
+def describe_unpersisted(observed: Observed, attempt: Attempt) -> str:
+    reports = observed.all_reports_of(attempt.run)
+    steps = sorted({step for report in reports for step in report.pending_steps})
+    which = f"step {steps[-1]} is" if steps else "the last steps may be"
+    is_here = observed.generation is None  # on one machine
+    later = "the same command persists what is left before all else" if is_here else "the nodes' agents go on trying"
+    error = next((report.persist_error for report in reports if report.persist_error), None)
+    return (
+        f"training succeeded, but {which} in memory only: not persisted within "
+        f"{observed.spec.failure_policy.flush_timeout_seconds:g} s (flushTimeoutSeconds)"
+        f"{f': {error}' if error else ''}; {later}"
+    )
+
+
+def waiting_since(observed: Observed, time: float) -> float:
+    """That time, or when somebody began to look again: hours in which a job was suspended are no time to wait."""
+    return max(time, observed.began_time, observed.status.start_time or 0.0)

@@ -1,0 +1,81 @@
+"""In-place restarts: torchrun starts the ranks anew inside the pods that live. Pure.
+
+torchrun restarts them by itself, `maxInPlaceRestarts` times an attempt; what is seen of it is that ranks join a run
+which is named `<run>.<n>`. Until then dead ranks are no failure of the attempt; a pod that fails always is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stepfast.step import split_run
+from stepfast_operator.observed import DeadRank, Observed
+from stepfast_operator.record import MAX_RECOVERIES, Attempt, Cause, Recovery, Status
+from stepfast_operator.spec import RestartStrategy
+
+
+def may_follow(observed: Observed, run: str) -> bool:
+    """Whether torchrun may yet start the run's ranks anew."""
+    policy = observed.spec.failure_policy
+    if policy.restart_strategy is not RestartStrategy.IN_PLACE:
+        return False
+    return split_run(observed.newest_run(run))[1] < policy.max_in_place_restarts
+
+
+def dead_ranks(observed: Observed, run: str) -> list[DeadRank]:
+    """The ranks that died since the run's newest in-place restart."""
+    newest = observed.newest_run(run)
+    return [rank for rank in observed.dead_ranks if rank.run == newest]
+
+
+def waiting_since(observed: Observed, run: str) -> float | None:
+    """When the ranks died that torchrun has to start anew; None while it has none to."""
+    dead = dead_ranks(observed, run) if may_follow(observed, run) else []
+    return max((rank.ended_time for rank in dead), default=None)
+
+
+def take_in(observed: Observed, status: Status, current: Attempt) -> tuple[Status, Attempt]:
+    """The status and its attempt when ranks have been started anew since: what they did before is settled, what they
+    do from here on is looked at as in a new attempt, and a recovery is open.
+    """
+    restarts = split_run(observed.newest_run(current.run))[1]
+    if restarts <= current.in_place_restarts:
+        return status, current
+    earlier = [rank for rank in observed.dead_ranks if split_run(rank.run) in _launches(current, restarts)]
+    first = min(earlier, key=lambda rank: rank.ended_time, default=None)
+    recovery = Recovery(
+        attempt=current.attempt,
+        in_place_restart=restarts,
+        cause=Cause.RANK_FAILED,
+        node=first.node if first is not None else None,
+        rank=first.rank if first is not None else None,
+        counted=False,
+        failure_time=first.ended_time if first is not None else observed.now,
+        detected_time=observed.now,
+        step_before=current.reached_step,
+    )
+    status = replace(
+        status,
+        recoveries=(*status.recoveries, recovery)[-MAX_RECOVERIES:],
+        productive_seconds=status.productive_seconds + current.trained_seconds,
+        checkpoint=replace(
+            status.checkpoint, earlier_saves=status.checkpoint.saves, restored_step=None, restored_tier=None
+        ),
+    )
+    return status, Attempt(
+        attempt=current.attempt,
+        run=current.run,
+        resume_step=current.resume_step,
+        planned_time=current.planned_time,
+        step_before=current.reached_step,
+        step_seconds_before=current.step_seconds or current.step_seconds_before,
+        in_place_restarts=restarts,
+        restarted_time=observed.now,
+        suspending_time=current.suspending_time,
+        stopping_time=current.stopping_time,
+    )
+
+
+def _launches(current: Attempt, restarts: int) -> set[tuple[str, int]]:
+    """The launches of the attempt that this restart follows, and that none followed before."""
+    return {(current.run, number) for number in range(current.in_place_restarts, restarts)}

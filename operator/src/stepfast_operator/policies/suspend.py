@@ -1,0 +1,64 @@
+"""How a gang that runs is suspended: a last save, then the end in order. Pure."""
+
+from __future__ import annotations
+
+from stepfast_operator.actions import (
+    BeginStop,
+    BeginSuspend,
+    Decision,
+    EndAttempt,
+    RequestSave,
+    RequeueAfter,
+    StartAgent,
+    StopGang,
+    StopMode,
+)
+from stepfast_operator.observed import AgentState, Failure, Intent, Observed
+from stepfast_operator.record import Attempt, Cause, Verdict
+
+STOP_GRACE_SECONDS = 10.0
+_SOON_SECONDS = 0.1
+
+
+def suspend(observed: Observed, attempt: Attempt) -> Decision:
+    """Save on request, wait until that is committed, ask the gang to end, and kill what does not."""
+    if observed.intent is Intent.STOP_NOW:
+        return stopped(observed, attempt, "stopped at once, as asked")
+    if attempt.suspending_time is None:
+        return Decision(actions=(BeginSuspend(), RequeueAfter(seconds=0)), why="asked to suspend")
+    if attempt.stopping_time is not None:
+        left = attempt.stopping_time + STOP_GRACE_SECONDS - observed.now
+        if left <= 0:
+            return stopped(observed, attempt, "the gang did not end when asked")
+        return Decision(actions=(RequeueAfter(seconds=left),), why="the gang is ending")
+    left = attempt.suspending_time + observed.spec.checkpoint.graceful_suspend_seconds - observed.now
+    if left > 0 and not _is_final_saved(observed, attempt):
+        again = RequeueAfter(seconds=min(left, 1.0))
+        if observed.agent is AgentState.GONE:
+            return Decision(actions=(StartAgent(), again), why="the agent is gone while the last save is awaited")
+        save = RequestSave(run=observed.newest_run(attempt.run))
+        return Decision(actions=(save, again), why="waiting for the last save to be committed")
+    stop = StopGang(runs=(attempt.run,), mode=StopMode.TERMINATE)
+    return Decision(actions=(stop, BeginStop(), RequeueAfter(seconds=_SOON_SECONDS)), why="the gang may end")
+
+
+def stopped(observed: Observed, attempt: Attempt, why: str) -> Decision:
+    """The attempt ends as asked, whatever of its gang still lives."""
+    failure = Failure(cause=Cause.SUSPENDED, time=observed.now)
+    # Killed before the end is recorded: a kill of the operator in between leaves a dead gang, whose end is
+    # seen again.
+    stop = StopGang(runs=(attempt.run,), mode=StopMode.KILL)
+    end = EndAttempt(failure=failure, verdict=Verdict.SUSPEND)
+    return Decision(actions=(stop, end, RequeueAfter(seconds=0)), why=why)
+
+
+def _is_final_saved(observed: Observed, attempt: Attempt) -> bool:
+    """Whether the save that was asked for is committed, or there is nobody to save."""
+    if observed.agent in (AgentState.GONE, AgentState.STARTING):
+        return False
+    reports = observed.reports_of(attempt.run)
+    if not any(rank.alive for report in reports for rank in report.ranks):
+        return True
+    finals = [report.final_step for report in reports if report.final_step is not None]
+    persisted = max((report.latest_persisted_step or 0 for report in reports), default=0)
+    return bool(finals) and persisted >= max(finals)
