@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from stepfast_operator.actions import RequestSave
 from stepfast_operator.document import encode
 from stepfast_operator.observed import Intent
 from stepfast_operator.record import Cause, ConditionType, FailedReason, State
@@ -56,6 +55,7 @@ def test_in_place_restart_is_recorded_with_its_cause_its_times_and_what_it_lost(
     ]
     recovery = world.status.recoveries[0]
     assert (recovery.cause, recovery.failure_time, recovery.detected_time) == (Cause.RANK_FAILED, died, died + 3)
+    assert recovery.node == "node-0"
     assert (recovery.step_before, recovery.resumed_from_step, recovery.steps_lost) == (10, 7, 3)
     assert (recovery.pods_ready_time, recovery.restored_time, recovery.resumed_time) == (died + 3, died + 3, died + 4)
     assert (recovery.restored_tier, recovery.duration_seconds) == ("Memory", 4)
@@ -149,13 +149,14 @@ def test_what_was_staged_before_an_in_place_restart_is_flushed_too(make_world: M
     world.make_step(15)
     world.stage(15)
     world.settle()
+    assert world.staged == {"uid-1": [10], "uid-1.1": [15]}
     world.fail()
     world.relaunched()
-    assert world.flushed == ["uid-1", "uid-1.1"]
+    assert not any(world.staged.values())
     assert world.launch_of(2).resume_step == 15
 
 
-def test_save_is_asked_of_the_ranks_that_live_now(world: Any) -> None:
+def test_ranks_that_were_started_anew_make_the_last_save(world: Any) -> None:
     world.start()
     trained(world, 10)
     world.die()
@@ -164,8 +165,10 @@ def test_save_is_asked_of_the_ranks_that_live_now(world: Any) -> None:
     world.intent = Intent.SUSPEND
     while not world.final:
         world.turn()
-    saves = [action for seen in world.passes for action in seen.decision.actions if isinstance(action, RequestSave)]
-    assert {save.run for save in saves} == {"uid-1.1"}
+    assert world.final == {"uid-1.1": 11}
+    world.persist("uid-1.1")
+    world.settle()
+    assert (world.status.state, list(world.steps)) == (State.SUSPENDED, [11])
 
 
 def test_attempt_that_ends_before_its_ranks_restored_anew_lost_what_it_had(make_world: MakeWorld) -> None:

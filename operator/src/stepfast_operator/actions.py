@@ -43,14 +43,14 @@ class StartAgent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushRun:
-    """Have the agents persist all they hold of the run."""
+    """Have the agents persist all they hold of the run, and of it after its in-place restarts."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSave:
-    """Have the gang save at its next agreed step and wait there."""
+    """Have the gang, which an in-place restart may have renamed, save at its next agreed step and wait there."""
 
     run: str
 

@@ -150,10 +150,6 @@ class Observed:
         """The run as its ranks call it now: after the newest in-place restart that an agent knows of."""
         return restarted_run(run, max((restarts for _, restarts in self._reports_and_restarts(run)), default=0))
 
-    def launches_of(self, run: str) -> list[str]:
-        """The run, and it after each in-place restart that an agent knows of: an agent holds steps of any of them."""
-        return sorted({run} | {report.run for report in self.all_reports_of(run)})
-
     def reports_of(self, run: str) -> list[JobStatus]:
         """What the agents say of the run since its newest in-place restart."""
         newest = self.newest_run(run)

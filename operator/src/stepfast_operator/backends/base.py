@@ -36,8 +36,8 @@ class Backend(Protocol):
         """Starts the agent when it is gone."""
 
     async def flush(self, run: str) -> None:
-        """Asks the agents to persist all they hold of the run; what is observed from here on tells what is
-        left.
+        """Asks the agents to persist all they hold of the run, and of it after its in-place restarts; what is observed
+        from here on tells what is left, but for the nodes that `awaited_agents` names.
 
         Raises AgentUnavailable.
         """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from stepfast.errors import AgentUnavailable, StorageForbidden, StorageUnavailable
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
-from stepfast.step import JobKey, restarted_run, split_run
+from stepfast.step import JobKey, restarted_run
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.observed import (
     AgentState,
@@ -69,7 +69,6 @@ class FakeBackend:
         self.launches: list[LaunchGang] = []
         self.saved: Status | None = None
         self.is_deleted = False
-        self.flushed: list[str] = []
         self.generation: int | None = None
         self.awaited_agents: tuple[str, ...] = ()
 
@@ -232,18 +231,23 @@ class FakeBackend:
 
     async def flush(self, run: str) -> None:
         self._check_agent()
-        self.flushed.append(run)
-        self.staged.setdefault(run, []).extend(self.staged_not_due.pop(run, []))
-        if not self.is_storage_down:
-            self.persist(run)
+        for launch in self._launches(run):
+            self.staged.setdefault(launch, []).extend(self.staged_not_due.pop(launch, []))
+            if not self.is_storage_down:
+                self.persist(launch)
 
     async def request_save(self, run: str) -> None:
         self._check_agent()
-        gang = self.gangs[split_run(run)[0]]
-        reached = [rank.global_step for rank in gang.ranks.values() if rank.global_step is not None]
-        if run not in self.final and reached:
-            self.final[run] = max(reached)
-            self.staged.setdefault(run, []).append(max(reached))
+        newest = self._launches(run)[-1]
+        reached = [rank.global_step for rank in self.gangs[run].ranks.values() if rank.global_step is not None]
+        if newest not in self.final and reached:
+            self.final[newest] = max(reached)
+            self.staged.setdefault(newest, []).append(max(reached))
+
+    def _launches(self, run: str) -> list[str]:
+        """The run, and it after each of its in-place restarts."""
+        earlier = self.gangs[run].earlier_ranks if run in self.gangs else []
+        return [restarted_run(run, number) for number in range(len(earlier) + 1)]
 
     async def delete_job(self) -> None:
         self.is_deleted = True
@@ -262,8 +266,8 @@ class FakeBackend:
             raise AgentUnavailable("the fake agent is down")
 
     def _reports(self, gang: FakeGang) -> list[JobStatus]:
-        launches = [*gang.earlier_ranks, gang.ranks]
-        return [self._report(restarted_run(gang.run, number), ranks) for number, ranks in enumerate(launches)]
+        ranks = [*gang.earlier_ranks, gang.ranks]
+        return [self._report(run, known) for run, known in zip(self._launches(gang.run), ranks, strict=True)]
 
     def _report(self, run: str, ranks: Mapping[int, RankStatus]) -> JobStatus:
         staged, parted = self.staged.get(run, []), self.parted.get(run, [])

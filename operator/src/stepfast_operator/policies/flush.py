@@ -34,15 +34,15 @@ def flush(observed: Observed, attempt: Attempt, since: float) -> Decision | None
         if observed.agent is AgentState.STARTING:
             return Decision(actions=(*forget, wait), why="an agent, which may hold staged steps, is starting")
         return Decision(actions=(StartAgent(), *forget, wait), why="the agent is gone and may hold staged steps")
-    asked = tuple(FlushRun(run=run) for run in observed.launches_of(attempt.run))
+    ask = FlushRun(run=attempt.run)
     if attempt.flush_asked_time is None:
         # Only what is reported after the request tells what is left: before it, staged steps need not be due.
-        return Decision(actions=(*asked, NoteFlushAsked(), RequeueAfter(seconds=0)), why="what is staged is flushed")
+        return Decision(actions=(ask, NoteFlushAsked(), RequeueAfter(seconds=0)), why="what is staged is flushed")
     if observed.awaited_agents:
         why = f"the agents of {', '.join(observed.awaited_agents)} have yet to say what is left"
-        return Decision(actions=(*asked, wait), why=why)
+        return Decision(actions=(ask, wait), why=why)
     if observed.has_pending(attempt.run):
-        return Decision(actions=(*asked, wait), why="what is staged is being persisted")
+        return Decision(actions=(ask, wait), why="what is staged is being persisted")
     return None
 
 

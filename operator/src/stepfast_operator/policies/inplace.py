@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepfast.step import split_run
+from stepfast.nodestatus import RankStatus
+from stepfast.step import restarted_run, split_run
 from stepfast_operator.observed import DeadRank, Observed
 from stepfast_operator.record import MAX_RECOVERIES, Attempt, Cause, Recovery, Status
 from stepfast_operator.spec import RestartStrategy
@@ -41,16 +42,15 @@ def take_in(observed: Observed, status: Status, current: Attempt) -> tuple[Statu
     restarts = split_run(observed.newest_run(current.run))[1]
     if restarts <= current.in_place_restarts:
         return status, current
-    earlier = [rank for rank in observed.dead_ranks if split_run(rank.run) in _launches(current, restarts)]
-    first = min(earlier, key=lambda rank: rank.ended_time, default=None)
+    first = _first_dead(observed, current, restarts)
     recovery = Recovery(
         attempt=current.attempt,
         in_place_restart=restarts,
         cause=Cause.RANK_FAILED,
-        node=first.node if first is not None else None,
+        node=_node_of(observed, first.rank) if first is not None else None,
         rank=first.rank if first is not None else None,
         counted=False,
-        failure_time=first.ended_time if first is not None else observed.now,
+        failure_time=observed.now if first is None or first.ended_time is None else first.ended_time,
         detected_time=observed.now,
         step_before=current.reached_step,
     )
@@ -76,6 +76,16 @@ def take_in(observed: Observed, status: Status, current: Attempt) -> tuple[Statu
     )
 
 
-def _launches(current: Attempt, restarts: int) -> set[tuple[str, int]]:
-    """The launches of the attempt that this restart follows, and that none followed before."""
-    return {(current.run, number) for number in range(current.in_place_restarts, restarts)}
+def _first_dead(observed: Observed, current: Attempt, restarts: int) -> RankStatus | None:
+    """The rank that died first of those launches that this restart follows, and none before it did."""
+    launches = {restarted_run(current.run, number) for number in range(current.in_place_restarts, restarts)}
+    ranks = [rank for report in observed.reports if report.run in launches for rank in report.ranks]
+    dead = [rank for rank in ranks if not rank.alive and not rank.clean]
+    return min(dead, key=lambda rank: rank.ended_time or observed.now, default=None)
+
+
+def _node_of(observed: Observed, rank: int) -> str | None:
+    """Where the rank runs: ranks are numbered in the order of the workers, and each has as many."""
+    workers = observed.gang.workers if observed.gang is not None else ()
+    size = max((report.world_size for report in observed.reports), default=0)
+    return workers[rank * len(workers) // size].node if rank < size else None

@@ -36,8 +36,7 @@ def suspend(observed: Observed, attempt: Attempt) -> Decision:
         again = RequeueAfter(seconds=min(left, 1.0))
         if observed.agent is AgentState.GONE:
             return Decision(actions=(StartAgent(), again), why="the agent is gone while the last save is awaited")
-        save = RequestSave(run=observed.newest_run(attempt.run))
-        return Decision(actions=(save, again), why="waiting for the last save to be committed")
+        return Decision(actions=(RequestSave(run=attempt.run), again), why="waiting for the last save to be committed")
     stop = StopGang(runs=(attempt.run,), mode=StopMode.TERMINATE)
     return Decision(actions=(stop, BeginStop(), RequeueAfter(seconds=_SOON_SECONDS)), why="the gang may end")
 
