@@ -43,7 +43,7 @@ NAMES = ("trainingjobs", "checkpointnodes")
 KEYWORDS = frozenset(
     {"type", "format", "description", "default", "enum", "minimum", "maximum", "minLength", "maxLength", "pattern",
      "minItems", "maxItems", "minProperties", "maxProperties", "required", "properties", "additionalProperties",
-     "items", "anyOf", "not", "nullable", "x-kubernetes-validations", "x-kubernetes-list-type",
+     "items", "anyOf", "allOf", "not", "nullable", "x-kubernetes-validations", "x-kubernetes-list-type",
      "x-kubernetes-list-map-keys", "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields"}
 )  # fmt: skip
 RULE_KEYWORDS = frozenset({"rule", "message", "messageExpression", "reason", "fieldPath"})
