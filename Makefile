@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 DISTRIBUTIONS := -e "trainer-sdk[torch,azure,run]" -e "sidecar[azure]" -e operator
 
-.PHONY: venv demo test check lint bench chaos constraints clean
+.PHONY: venv demo test check lint bench chaos constraints reference clean
 
 venv: $(READY)
 
@@ -45,6 +45,10 @@ bench: venv
 # 200 seeded kills at random moments and at every effect of a commit; the report is printed and written to docs/chaos.md.
 chaos: venv
 	$(BIN)/python tests/chaos/campaign.py --trials 200 --report docs/chaos.md
+
+# Makes docs/api.md out of the CRDs.
+reference: venv
+	$(BIN)/python docs/reference.py
 
 # Resolves every pinned version anew.
 constraints:
