@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,12 +15,28 @@ from hypothesis import strategies as st
 from stepfast_operator.actions import LaunchGang, PlanAttempt
 from stepfast_operator.decide import decide
 from stepfast_operator.document import decode, encode
+from stepfast_operator.events import EventReason, events_of
 from stepfast_operator.observed import AgentState, Intent
 from stepfast_operator.reconcile import reconcile
-from stepfast_operator.record import State, Status
+from stepfast_operator.record import Cause, State, Status
 from stepfast_operator.status import next_status
 
+# Of each of these there is one between two launches, and of the last ones one in a job's life.
+ONCE_AN_ATTEMPT = (EventReason.PODS_CREATED, EventReason.FLUSH_TIMED_OUT)
+ONCE = (
+    EventReason.COMPLETED,
+    EventReason.FAILED,
+    EventReason.REACHED_MAX_RESTARTS,
+    EventReason.NO_PROGRESS,
+)
+
 KILL = "kill the operator before it writes the status"
+POLICY = {
+    "maxRestarts": 4,
+    "flushTimeoutSeconds": 10,
+    "restartStrategy": "InPlace",
+    "maxInPlaceRestarts": 2,
+}
 COUNTERS = ("attempt", "restarts", "restarts_count_towards_max", "steps_lost")
 
 
@@ -46,6 +63,15 @@ def revive_first_gang(world: Any) -> None:
         world.gangs[world.launches[0].run].lives = True
 
 
+def rejoin(world: Any) -> None:
+    if world.gang.ranks and not all(rank.alive for rank in world.gang.ranks.values()):
+        world.rejoin(max(world.steps, default=0))
+
+
+def take_away(cause: Cause) -> Callable[[Any], None]:
+    return in_gang(lambda world: world.take_away(cause))
+
+
 # What the operator has no hand in.
 EVENTS: dict[str, Callable[[Any], None]] = {
     "join": in_gang(lambda world: world.join()),
@@ -53,6 +79,13 @@ EVENTS: dict[str, Callable[[Any], None]] = {
     "stage": in_gang(lambda world: world.stage(newest(world)) if world.gang.ranks else None),
     "fail": in_gang(lambda world: world.fail()),
     "succeed": in_gang(lambda world: world.succeed()),
+    "rank dies": in_gang(lambda world: world.die() if world.gang.ranks else None),
+    "rejoin in place": in_gang(rejoin),
+    "evict": take_away(Cause.POD_EVICTED),
+    "delete pod": take_away(Cause.POD_DELETED),
+    "lose node": take_away(Cause.NODE_LOST),
+    "agents are slow": lambda world: setattr(world, "awaited_agents", ("node-0",)),
+    "agents answer": lambda world: setattr(world, "awaited_agents", ()),
     "persist": persist,
     "stray": revive_first_gang,
     "kill agent": lambda world: setattr(world, "agent", AgentState.GONE),
@@ -99,6 +132,8 @@ def look(world: Any, *, is_killed: bool) -> None:
             assert plan.resume_step == max(world.steps, default=0)
             assert plan.run not in world.gangs
     after = world.status
+    assert [recovery.counted for recovery in after.recoveries].count(True) <= after.restarts_count_towards_max + 1
+    assert after.restarts_count_towards_max <= min(after.restarts, POLICY["maxRestarts"])
     assert sum(gang.lives for gang in world.gangs.values()) <= 2 - (len(world.launches) > launches)
     for counter in COUNTERS:
         assert getattr(after, counter) >= getattr(before, counter), counter
@@ -114,19 +149,47 @@ def look(world: Any, *, is_killed: bool) -> None:
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=st.lists(st.sampled_from(sorted(EVENTS)), max_size=50))
 def test_invariants_hold_whatever_happens(make_world: Callable[..., Any], events: list[str]) -> None:
-    world = make_world(failurePolicy={"maxRestarts": 4, "flushTimeoutSeconds": 10})
+    world = make_world(failurePolicy=POLICY, checkpoint={"maxStalenessSeconds": 60}, ttlSecondsAfterFinished=200)
     for event in events:
         EVENTS[event](world)
         look(world, is_killed=event == KILL)
     launched = [launch.run for launch in world.launches]
     assert len(launched) == len(set(launched))
+    told = Counter(event.reason for seen in world.passes for event in events_of(seen))
+    assert all(told[reason] <= 1 for reason in ONCE)
+    assert all(told[reason] <= len(launched) + events.count(KILL) for reason in ONCE_AN_ATTEMPT)
+    assert not (told[EventReason.COMPLETED] and told[EventReason.FAILED])
+    assert world.is_deleted <= world.status.is_terminal
+
+
+CAUSES = (Cause.POD_EVICTED, Cause.POD_DELETED, Cause.NODE_LOST)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(causes=st.lists(st.sampled_from(CAUSES), min_size=1, max_size=12))
+def test_what_is_done_to_pods_from_outside_never_uses_the_budget(
+    make_world: Callable[..., Any], causes: list[Cause]
+) -> None:
+    world = make_world(failurePolicy={"maxRestarts": 0})
+    world.start()
+    for step, cause in enumerate(causes, 1):
+        world.make_step(step)
+        world.stage(step)
+        world.settle()
+        world.take_away(cause)
+        world.relaunched()
+        world.join()
+        world.settle()
+    assert (world.status.state, world.status.restarts) == (State.RUNNING, len(causes))
+    assert world.status.restarts_count_towards_max == 0
+    assert world.status.steps_lost == 0
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=st.lists(st.sampled_from(sorted(EVENTS)), max_size=30))
 def test_left_alone_every_job_comes_to_rest(make_world: Callable[..., Any], events: list[str]) -> None:
     """No sequence of events leaves the loop spinning, or waiting for something that will not come."""
-    world = make_world(failurePolicy={"maxRestarts": 4, "flushTimeoutSeconds": 10})
+    world = make_world(failurePolicy=POLICY)
     for event in events:
         EVENTS[event](world)
         look(world, is_killed=event == KILL)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from stepfast.nodestatus import JobStatus, SaveStatus
-from stepfast_operator.local.story import describe_failure, tell
+from stepfast_operator.local.story import tell
 from stepfast_operator.observed import Observed
 from stepfast_operator.record import Cause, LastFailure, State, Status
+from stepfast_operator.sentences import describe_failure
 
 MakeWorld = Callable[..., Any]
 

@@ -1,41 +1,176 @@
-"""What a pass brought about, as Kubernetes Events: the job's story for `kubectl describe`. Pure."""
+"""What a pass brought about, as Kubernetes Events: the job's story for `kubectl describe`. Pure.
+
+Each is said once, by the pass that brought it about. What goes on without a change of its kind (steps, commits, an
+error that is worded anew) is no event: the status shows it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
-from stepfast_operator.actions import LaunchGang
+from stepfast_operator import sentences
+from stepfast_operator.actions import LaunchGang, MarkResumed, NoteHang
 from stepfast_operator.reconcile import Pass
-from stepfast_operator.record import State
+from stepfast_operator.record import Attempt, Cause, Condition, ConditionType, FailedReason, State, Status, Verdict
 
 NORMAL, WARNING = "Normal", "Warning"
 
 
+class EventReason(StrEnum):
+    """What may be said of a job."""
+
+    PODS_CREATED = "PodsCreated"
+    PODS_READY = "PodsReady"
+    RESTARTING = "Restarting"
+    RECOVERED = "Recovered"
+    REACHED_MAX_RESTARTS = "ReachedMaxRestarts"
+    NO_PROGRESS = "NoProgress"
+    HANG_DETECTED = "HangDetected"
+    CHECKPOINT_RESTORED = "CheckpointRestored"
+    CHECKPOINT_STALE = "CheckpointStale"
+    PERSIST_FAILED = "PersistFailed"
+    STORAGE_UNAVAILABLE = "StorageUnavailable"
+    FLUSH_TIMED_OUT = "FlushTimedOut"
+    SUSPENDED = "Suspended"
+    RESUMED = "Resumed"
+    COMPLETED = "Completed"
+    FAILED = "Failed"
+
+
+_BUDGETS = {
+    FailedReason.MAX_RESTARTS_REACHED: EventReason.REACHED_MAX_RESTARTS,
+    FailedReason.NO_PROGRESS: EventReason.NO_PROGRESS,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """`reason` is one of the API's closed set; `type` is Normal or Warning."""
+    """`type` is Normal or Warning."""
 
     type: str
-    reason: str
+    reason: EventReason
     message: str
 
 
 def events_of(seen: Pass) -> tuple[JobEvent, ...]:
-    """Each is told once, by the pass that brought it about."""
-    return tuple(_events(seen))
+    """In the order in which they came about."""
+    if seen.before.is_terminal:
+        return ()
+    return tuple([*_begun(seen), *_failed(seen), *_lived(seen), *_endangered(seen), *_rested(seen)])
 
 
-def _events(seen: Pass) -> Iterator[JobEvent]:
-    before, after = seen.before, seen.after
+def events_of_refusal(before: Status, after: Status) -> tuple[JobEvent, ...]:
+    """The same of a job whose spec was refused, without a pass."""
+    return tuple(_over(before, after))
+
+
+def _normal(reason: EventReason, message: str) -> JobEvent:
+    return JobEvent(type=NORMAL, reason=reason, message=message)
+
+
+def _warning(reason: EventReason, message: str) -> JobEvent:
+    return JobEvent(type=WARNING, reason=reason, message=message)
+
+
+def _begun(seen: Pass) -> Iterator[JobEvent]:
+    after = seen.after
     for action in seen.decision.actions:
-        if isinstance(action, LaunchGang):
-            text = f"attempt {action.attempt} starts from step {action.resume_step}"
-            yield JobEvent(type=NORMAL, reason="PodsCreated", message=text)
-    if after.last_failure is not None and after.last_failure != before.last_failure:
-        failure = after.last_failure
-        text = f"attempt {failure.attempt} failed: {failure.reason}: {failure.message}"
-        yield JobEvent(type=WARNING, reason="Restarting", message=text)
-    if after.state != before.state and after.state in (State.COMPLETE, State.FAILED, State.SUSPENDED):
-        reason = {State.COMPLETE: "Completed", State.FAILED: "Failed"}.get(after.state, "Suspended")
-        yield JobEvent(type=NORMAL, reason=reason, message=seen.decision.why)
+        if isinstance(action, MarkResumed):
+            yield _normal(EventReason.RESUMED, "the job goes on")
+        if isinstance(action, LaunchGang) and after.current is not None:
+            pods = sentences.count_text(after.nodes.desired, "pod")
+            text = f"{sentences.describe_plan(after.current, after)}: {pods}, run {action.run}"
+            yield _normal(EventReason.PODS_CREATED, text)
+
+
+def _failed(seen: Pass) -> Iterator[JobEvent]:
+    """The attempt's end, and what follows: told anew when it turns out to have had another cause."""
+    failure, current = seen.after.last_failure, seen.after.current
+    if any(isinstance(action, NoteHang) for action in seen.decision.actions):
+        yield _warning(EventReason.HANG_DETECTED, f"{seen.decision.why}; the policy is to say so")
+    if failure is None or failure == seen.before.last_failure or current is None:
+        return
+    told = sentences.describe_failure(failure)
+    if failure.reason is Cause.HANG_DETECTED:
+        yield _warning(EventReason.HANG_DETECTED, told)
+    if current.verdict in (Verdict.RESTART, Verdict.RESTART_UNCOUNTED):
+        uncounted = "" if current.verdict is Verdict.RESTART else "; not counted towards maxRestarts"
+        yield _warning(EventReason.RESTARTING, f"{told}{uncounted}")
+
+
+def _lived(seen: Pass) -> Iterator[JobEvent]:
+    """What the gang did."""
+    before, after, status = seen.before.current, seen.after.current, seen.after
+    if before is None or after is None or before.attempt != after.attempt:
+        return
+    is_restarted = after.in_place_restarts > before.in_place_restarts
+    if is_restarted:
+        yield _warning(EventReason.RESTARTING, sentences.describe_in_place(status.recoveries[-1]))
+    if after.pods_ready_time is not None and (before.pods_ready_time is None or is_restarted):
+        yield _normal(EventReason.PODS_READY, "all ranks are here")
+    restored = sentences.describe_restore(before, after, status)
+    if restored is not None:
+        is_planned = after.in_place_restarts > 0 or after.start_step >= after.resume_step
+        yield JobEvent(type=NORMAL if is_planned else WARNING, reason=EventReason.CHECKPOINT_RESTORED, message=restored)
+    if after.flush_timed_out and not before.flush_timed_out:
+        yield _warning(EventReason.FLUSH_TIMED_OUT, _flush_timed_out(after))
+    yield from _recovered(seen)
+
+
+def _flush_timed_out(attempt: Attempt) -> str:
+    if attempt.verdict is Verdict.SUSPEND:
+        return "flushing took too long: what is left stays in the nodes' memory, and is persisted on resume"
+    return "flushing took too long: going on with what is committed"
+
+
+def _recovered(seen: Pass) -> Iterator[JobEvent]:
+    before, after = seen.before.recoveries, seen.after.recoveries
+    if not after or after[-1].duration_seconds is None:
+        return
+    old = next((one for one in before if one.failure_time == after[-1].failure_time), None)
+    if old is None or old.duration_seconds is None:
+        yield _normal(EventReason.RECOVERED, sentences.describe_recovery(after[-1]))
+
+
+def _endangered(seen: Pass) -> Iterator[JobEvent]:
+    """Checkpoints that do not come about as promised."""
+    before, after = seen.before, seen.after
+    fresh = after.condition(ConditionType.CHECKPOINT_FRESH)
+    if _is_stale(fresh) and not _is_stale(before.condition(ConditionType.CHECKPOINT_FRESH)) and fresh is not None:
+        yield _warning(EventReason.CHECKPOINT_STALE, fresh.message)
+    error = after.checkpoint.persist_error
+    if error is not None and before.checkpoint.persist_error is None:
+        yield _warning(EventReason.PERSIST_FAILED, f"persisting fails, and is tried again: {error}")
+    error = after.checkpoint.storage_error
+    if error is not None and before.checkpoint.storage_error is None and not after.is_terminal:
+        yield _warning(EventReason.STORAGE_UNAVAILABLE, f"waiting for the storage: {error}")
+
+
+def _is_stale(condition: Condition | None) -> bool:
+    return condition is not None and condition.reason == "Stale"
+
+
+def _rested(seen: Pass) -> Iterator[JobEvent]:
+    before, after = seen.before, seen.after
+    if after.state is State.SUSPENDED and before.state is not State.SUSPENDED:
+        step = after.checkpoint.latest_persisted_step
+        text = f"suspended; it will go on from step {step}" if step is not None else "suspended; nothing is committed"
+        yield _normal(EventReason.SUSPENDED, text)
+    yield from _over(before, after)
+
+
+def _over(before: Status, after: Status) -> Iterator[JobEvent]:
+    if after.terminal_state is None or before.terminal_state is not None:
+        return
+    if after.terminal_state == State.COMPLETE:
+        yield _normal(EventReason.COMPLETED, sentences.describe_end(after))
+        return
+    current, failure = after.current, after.last_failure
+    if current is not None and current.fail_reason in _BUDGETS:
+        yield _warning(_BUDGETS[current.fail_reason], current.fail_message)
+    told = sentences.describe_end(after)
+    if failure is not None and current is not None and failure.attempt == current.attempt:
+        told = f"{told}; {sentences.describe_failure(failure)}"
+    yield _warning(EventReason.FAILED, told)

@@ -12,8 +12,8 @@ from stepfast.cli.table import size_text
 from stepfast.step import JobKey
 from stepfast_operator.backends.statefolder import document_of
 from stepfast_operator.local.session import Outcome
-from stepfast_operator.local.story import count_text, describe_failure, has_trained_for_nothing
 from stepfast_operator.record import Recovery, State, Status
+from stepfast_operator.sentences import count_text, describe_failure, has_trained_for_nothing
 from stepfast_operator.spec import ResumePolicy, TrainingJob
 
 

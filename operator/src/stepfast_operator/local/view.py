@@ -13,9 +13,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from stepfast_operator.local.story import COMMIT_LINE_SECONDS, describe_commit, tell
+from stepfast_operator.local.story import COMMIT_LINE_SECONDS, tell
 from stepfast_operator.reconcile import Pass
 from stepfast_operator.record import State, Status
+from stepfast_operator.sentences import describe_commit
 
 _COLOURS = {
     State.RUNNING: "green",
