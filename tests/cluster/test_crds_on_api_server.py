@@ -19,9 +19,9 @@ from stepfast_operator.record import Status
 from stepfast_operator.spec import API_VERSION, parse_manifest
 from testcluster.waiting import wait_until
 from testcrds.api import Api
-from testcrds.manifests import FULL, LEAST, full_job_status, full_node_status, manifest
+from testcrds.manifests import FULL, LEAST, full_job_status, full_node_status, large, manifest
 from testcrds.places import FOLDER, NAMES, mark, marks, messages, mistakes, places, schema_of
-from testcrds.rows import ACCEPTED, BAD_NAMES, CHANGES, REFUSED, REPORTS, RUNNING, STOPPED, SUSPENDED
+from testcrds.rows import ACCEPTED, BAD_NAMES, CHANGES, FINISHED, REFUSED, REPORTS, RUNNING, STOPPED, SUSPENDED
 
 JOB = schema_of("trainingjobs")["properties"]
 EXAMPLES = sorted(FOLDER.parent.glob("examples/*/job.yaml"))
@@ -119,6 +119,19 @@ def test_a_spec_changes_only_when_it_may(api: Api, old: Any, status: Any, new: A
     else:
         assert answer.status == 422, answer.body
         assert words in answer.message
+
+
+def test_no_rule_is_too_expensive_for_a_large_job(api: Api) -> None:
+    spec = large()
+    name = api.create(spec)
+    for answer in (
+        api.report(name, RUNNING),
+        api.change(name, spec={**spec, "suspend": True}),
+        api.report(name, FINISHED),
+    ):
+        assert answer.status == 200, answer.message
+    answer = api.change(name, spec={**spec, "suspend": True, "ttlSecondsAfterFinished": 1})
+    assert answer.status == 200, answer.message
 
 
 @pytest.mark.parametrize(("before", "after", "words"), REPORTS.values(), ids=REPORTS.keys())

@@ -81,6 +81,22 @@ def manifest(spec: Any, name: str = "job") -> dict[str, Any]:
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec}
 
 
+def large() -> dict[str, Any]:
+    """Half a megabyte, most of it where rules compare and walk."""
+    text = "x" * 1000
+    return {
+        "trainer": {
+            "command": ["torchrun", "train.py"],
+            "args": [text] * 100,
+            "env": [{"name": f"V{number}", "value": text} for number in range(200)],
+        },
+        "template": {
+            "metadata": {"annotations": {f"a{number}": text for number in range(50)}},
+            "spec": {"containers": [{"name": f"c{number}", "args": [text]} for number in range(150)]},
+        },
+    }
+
+
 def full_job_status() -> dict[str, Any]:
     status: dict[str, Any] = encode(full(Status))
     status["terminalState"], status["conditions"][0]["status"] = "Failed", "True"
@@ -104,7 +120,7 @@ def full_node_status() -> dict[str, Any]:
     for dated in (job, rank):
         for name in dated:
             if name == "time" or name.endswith("Time"):
-                dated[name] = time_text(dated[name])
+                dated[name] = dated[name] if isinstance(dated[name], str) else time_text(dated[name])
     condition = {
         "type": "Ready", "status": "True", "reason": "Serving", "message": "", "lastTransitionTime": time_text(1.8e9),
         "observedGeneration": 1,
