@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
-DISTRIBUTIONS := -e "trainer-sdk[torch,azure,run]" -e "sidecar[azure]" -e operator
+DISTRIBUTIONS := -e "trainer-sdk[torch,azure,run]" -e "sidecar[azure,cluster]" -e operator
 
-.PHONY: venv demo test check lint bench chaos constraints reference clean
+.PHONY: venv demo test check lint bench chaos constraints protos reference clean
 
 venv: $(READY)
 
@@ -49,6 +49,10 @@ chaos: venv
 # Makes docs/api.md out of the CRDs.
 reference: venv
 	$(BIN)/python docs/reference.py
+
+# What the agent exchanges with the kubelet, from the .proto files beside the code that is made.
+protos: venv
+	cd sidecar/src && $(abspath $(BIN))/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. stepfast_sidecar/protos/*.proto
 
 # Resolves every pinned version anew.
 constraints:

@@ -6,10 +6,11 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,7 @@ def _load(path: Path) -> ModuleType:
 
 
 _rankpeer: Any = _load(_RANKPEER)
+_kubelet: Any = _load(Path(__file__).with_name("kubelet.py"))
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +65,7 @@ class AgentProcess:
     storage: Path
     memory_limit: int
     options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     peers: list[Any] = field(default_factory=list)
 
@@ -83,8 +86,14 @@ class AgentProcess:
         assert self.process is not None
         return self.process.pid
 
-    def start(self) -> AgentProcess:
+    def start(self, *, environment: Mapping[str, str] | None = None) -> AgentProcess:
         """Starts it (again), and waits until it answers."""
+        self.launch(environment=environment)
+        _rankpeer.eventually(self._answers, "the agent answers")
+        return self
+
+    def launch(self, *, environment: Mapping[str, str] | None = None) -> None:
+        """Starts it (again), and does not wait."""
         command = [
             sys.executable,
             "-m",
@@ -96,9 +105,8 @@ class AgentProcess:
         ]
         command += ["--memory-limit", str(self.memory_limit), "--node", "node-a", *self.options]
         with (self.folder / "agent.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        _rankpeer.eventually(self._answers, "the agent answers")
-        return self
+            surroundings = {**os.environ, **self.environment, **(environment or {})}
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=surroundings)
 
     def _answers(self) -> bool:
         assert self.process is not None
@@ -145,11 +153,11 @@ class AgentProcess:
         return found
 
     def hello(self, **values: object) -> Hello:
-        return _rankpeer.hello(self.storage_uri, **values)
+        return _rankpeer.hello(**{"storage_uri": self.storage_uri, **values})
 
-    def join(self, **values: object) -> Any:
+    def join(self, *, socket: str | None = None, **values: object) -> Any:
         """A rank that has greeted the agent, in this process."""
-        peer = _rankpeer.RankPeer(self.socket, self.hello(**values))
+        peer = _rankpeer.RankPeer(socket or self.socket, self.hello(**{"storage_uri": self.storage_uri, **values}))
         self.peers.append(peer)
         return peer
 
@@ -210,8 +218,9 @@ def new_agent(tmp_path: Path) -> Iterator[Callable[..., AgentProcess]]:
     """Starts agents on one storage; at the test's end they are ended, and their logs hold no traceback."""
     agents: list[AgentProcess] = []
 
-    def start(*options: str, memory_limit: int = 1 << 30) -> AgentProcess:
+    def start(*options: str, memory_limit: int = 1 << 30, environment: Mapping[str, str] | None = None) -> AgentProcess:
         agents.append(_new_agent(tmp_path / "storage", memory_limit, ("--adopt-timeout", "0.5", *options)))
+        agents[-1].environment = environment or {}
         return agents[-1].start()
 
     logs = []
@@ -229,6 +238,60 @@ def new_agent(tmp_path: Path) -> Iterator[Callable[..., AgentProcess]]:
 def agent(new_agent: Callable[..., AgentProcess]) -> AgentProcess:
     """One agent, with a gigabyte at most."""
     return new_agent()
+
+
+@pytest.fixture
+def kubelet() -> Iterator[Any]:
+    """A kubelet with a folder of its own."""
+    made = _kubelet.Kubelet()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def new_pod() -> Callable[..., Any]:
+    """Makes a `kubelet.Pod`."""
+    made: Callable[..., Any] = _kubelet.Pod
+    return made
+
+
+@pytest.fixture
+def node_agent(new_agent: Callable[..., AgentProcess], kubelet: Any, tmp_path: Path) -> Callable[..., AgentProcess]:
+    """Starts an agent that serves that kubelet, and registers it."""
+
+    def start(*options: str, **settings: Any) -> AgentProcess:
+        root = (tmp_path / "storage").as_uri()
+        agent = new_agent("--kubelet-dir", str(kubelet.folder), "--storage-root", root, *options, **settings)
+        assert kubelet.register() == "node-a"
+        return agent
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AgentProcess, Any]]:
+    """One agent and its kubelet for all tests of a file."""
+    kubelet = _kubelet.Kubelet()
+    storage = tmp_path_factory.mktemp("shared") / "storage"
+    options = ("--kubelet-dir", str(kubelet.folder), "--storage-root", storage.as_uri())
+    agent = _new_agent(storage, 1 << 30, options)
+    try:
+        agent.start()
+        kubelet.register()
+        yield agent, kubelet
+        agent.check_log()
+    finally:
+        agent.stop()
+        kubelet.close()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ from stepfast.errors import AgentError, AgentUnavailable, ProtocolError, Stepfas
 from stepfast.protocol import Decoder, Failure, Fetch, Reserve, Staged, encode
 from stepfast.slot import CONTROL_BYTES, SlotState
 from stepfast_sidecar import agent as agent_module
+from stepfast_sidecar import reception
 from stepfast_sidecar.config import Config
-from stepfast_sidecar.intake import Peer
+from stepfast_sidecar.intake import Peer, listen
 
 NEIGHBOUR = "default/neighbour"
 
@@ -291,15 +292,17 @@ def test_peer_that_never_says_hello_keeps_nobody_waiting(shared_agent: Any, neig
 
 
 def test_peer_that_never_says_hello_is_closed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "_HELLO_SECONDS", 0.01)
+    monkeypatch.setattr(reception, "HELLO_SECONDS", 0.01)
 
     async def meet() -> bytes:
         agent = agent_module.Agent(
             Config(socket=tmp_path / "s", memory_dir=tmp_path / "m", memory_limit_bytes=0, node="n")
         )
+        door = agent.reception.open(listen(str(tmp_path / "s")))
         ours, theirs = socket.socketpair()
         with ours:
-            await agent._meet(Peer(theirs))
+            await agent.reception.meet(Peer(theirs), door)
+            await door.close()
             return ours.recv(1)
 
     assert asyncio.run(meet()) == b""

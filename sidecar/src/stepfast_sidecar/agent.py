@@ -1,4 +1,4 @@
-"""The supervisor: serves the node's socket, keeps a room for each job, tells its status. Maps no slot, ever."""
+"""The supervisor: keeps a room for each job, serves ranks through `reception`, tells its status. Maps no slot, ever."""
 
 from __future__ import annotations
 
@@ -6,27 +6,37 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
-import socket
 import time
+from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, assert_never
 
-from stepfast.errors import ProtocolError, StepfastError
+from stepfast.errors import ProtocolError
 from stepfast.nodestatus import NodeStatus, to_document
-from stepfast.protocol import Failure, FlushRun, Hello, Message, RequestSave, SaveRequested, Status, Watch
-from stepfast.step import JobKey
+from stepfast.protocol import Hello, SaveRequested, Status
+from stepfast.step import JobKey, attempt_of
+from stepfast_sidecar.checkpointnode import Action, CheckpointNodeWriter, NodeRequest
+from stepfast_sidecar.cluster import checkpoint_node_writer, serve_kubelet
 from stepfast_sidecar.config import Config
+from stepfast_sidecar.health import Health, serve_http
 from stepfast_sidecar.intake import Peer, listen
-from stepfast_sidecar.memory import MemoryTier
+from stepfast_sidecar.memory import VOLUMES, MemoryTier
 from stepfast_sidecar.metrics import Metrics
-from stepfast_sidecar.rank import serve_rank
+from stepfast_sidecar.reception import Reception
 from stepfast_sidecar.room import Room
+from stepfast_sidecar.run import Run, Session
+from stepfast_sidecar.tenants import StorageRules, launch_of
+from stepfast_sidecar.volumes import Volumes
 
 log = logging.getLogger(__name__)
 
 _COALESCE_SECONDS = 0.2
-_HELLO_SECONDS = 30.0
 _LET_GO_POLL_SECONDS = 10.0
+_STARTING, _SERVING = "its earlier steps and sockets", "its end"
 
 
 class Agent:
@@ -35,11 +45,17 @@ class Agent:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.metrics = Metrics()
+        self.health = Health([_STARTING])
         self.memory = MemoryTier(config.memory_dir, config.memory_limit_bytes)
         self.rooms: dict[JobKey, Room] = {}
+        rules = StorageRules(root=config.storage_root, allowed=config.allowed_storage)
+        self.reception = Reception(self, rules)
+        self.volumes = Volumes(config.memory_dir / VOLUMES, self.reception.open)
         self._watchers: set[Peer] = set()
-        self._peers: set[asyncio.Task[None]] = set()
         self._publishing: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._node_writer: CheckpointNodeWriter | None = None
+        self._requests: tuple[NodeRequest, ...] = ()  # of the operator, as they stand
         self._ending = asyncio.Event()
 
     # ------------------------------------------------------------ life
@@ -49,36 +65,58 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ending.set)
-        self._adopt()
-        listener = listen(str(self.config.socket))
-        stop_metrics = None
-        if self.config.metrics_port is not None:
-            stop_metrics = self.metrics.serve(
-                self.config.metrics_port,
-                limit_bytes=self.config.memory_limit_bytes,
-                used_bytes=self.memory.used_bytes,
-                lag_seconds=lambda: max((room.lag_seconds for room in self.rooms.values()), default=0.0),
-            )
-        serving = asyncio.create_task(self._serve(listener), name="serve")
-        adopting = asyncio.create_task(self._flush_orphans(), name="flush orphans")
-        clearing = asyncio.create_task(self._let_jobs_go(), name="let jobs go")
-        try:
-            await self._ending.wait()
-            await self._flush_all("SIGTERM")
-        finally:
-            is_idle = await self._close(listener, serving, adopting, clearing)
-            if stop_metrics is not None:
-                await asyncio.to_thread(stop_metrics)
+        async with AsyncExitStack() as ends:
+            self._serve_http(ends)
+            self._adopt()
+            if self.config.kubelet_dir is not None:
+                await self._serve_kubelet(ends, self.config.kubelet_dir)
+            if self.config.socket is not None:
+                self.reception.open(listen(str(self.config.socket)))
+                ends.callback(self.config.socket.unlink, missing_ok=True)
+            self._spawn(self._flush_orphans(), "flush orphans")
+            self._spawn(self._let_jobs_go(), "let jobs go")
+            self._spawn(self.health.beat(), "beat")
+            if self.config.checkpoint_node:
+                self._node_writer = checkpoint_node_writer(self.config.node, self)
+                self._spawn(self._node_writer.run(), "CheckpointNode")
+            self.health.done(_STARTING)
+            try:
+                await self._ending.wait()
+                self.health.wait_for(_SERVING)
+                await self._flush_all("SIGTERM")
+            finally:
+                is_idle = await self._close()
         return is_idle
 
-    async def _close(self, listener: socket.socket, *tasks: asyncio.Task[None]) -> bool:
+    def _serve_http(self, ends: AsyncExitStack) -> None:
+        if self.config.metrics_port is None:
+            return
+        self.metrics.observe(
+            limit_bytes=self.config.memory_limit_bytes,
+            used_bytes=self.memory.used_bytes,
+            lag_seconds=lambda: max((room.lag_seconds for room in list(self.rooms.values())), default=0.0),
+        )
+        stop = serve_http(self.config.metrics_address, self.config.metrics_port, self.metrics.registry, self.health)
+        ends.push_async_callback(asyncio.to_thread, stop)
+
+    async def _serve_kubelet(self, ends: AsyncExitStack, kubelet_dir: Path) -> None:
+        os.chmod(self.config.memory_dir, 0o700)  # the kubelet may have made it, for everybody
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of every pod has a connection
+        await self.volumes.republish()
+        ends.push_async_callback(self.volumes.close)
+        servers = await serve_kubelet(kubelet_dir, self.config.node, self.volumes, self.health)
+        ends.push_async_callback(servers.stop)
+
+    async def _close(self) -> bool:
         """Ends all that runs; whether everything is persisted."""
         is_in_use = any(room.is_living for room in self.rooms.values())
-        for task in (*tasks, *self._peers):
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._peers, return_exceptions=True)
-        listener.close()
-        self.config.socket.unlink(missing_ok=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._node_writer is not None:
+            await self._node_writer.say_goodbye()
+        await self.reception.close()
         is_idle = all(room.is_idle for room in self.rooms.values())
         for room in self.rooms.values():
             await room.close()
@@ -88,14 +126,25 @@ class Agent:
             shutil.rmtree(self.config.memory_dir, ignore_errors=True)
         return is_idle
 
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+
     def _adopt(self) -> None:
         for job, settings, slots in self.memory.jobs():
             uri = settings.get("storageUri")
             if not isinstance(uri, str):
                 self.memory.forget(job)
                 continue
-            sizes = settings.get("localWorldSizes")
-            self._room(job, uri).adopt(slots, sizes if isinstance(sizes, dict) else {})
+            sizes, credentials = settings.get("localWorldSizes"), settings.get("credentials")
+            room = self._room(job, uri, credentials if isinstance(credentials, dict) else {})
+            room.adopt(slots, sizes if isinstance(sizes, dict) else {})
 
     async def _flush_orphans(self) -> None:
         """Runs of an earlier agent whose ranks do not come back are flushed."""
@@ -119,10 +168,14 @@ class Agent:
             }
             for job in [job for job, since in quiet.items() if now - since >= self.config.idle_seconds]:
                 log.info("%s has left this node", job)
-                room = self.rooms.pop(job)
-                room.slots.release_all()
-                self.memory.forget(job)
-                await room.close()
+                await self._dismiss(job).close()
+
+    def _dismiss(self, job: JobKey) -> Room:
+        """Frees what is held of the job; the room that is left is to be closed."""
+        room = self.rooms.pop(job)
+        room.slots.release_all()
+        self.memory.forget(job)
+        return room
 
     async def _flush_all(self, cause: str) -> None:
         begin = time.monotonic()
@@ -137,76 +190,85 @@ class Agent:
             await asyncio.sleep(0.02)
         self.metrics.flushed(cause, time.monotonic() - begin)
 
-    # ------------------------------------------------------------ connections
+    # ------------------------------------------------------------ requests
 
-    async def _serve(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors: others may end meanwhile
-                log.error("a connection was not accepted: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            task = asyncio.create_task(self._meet(Peer(sock)), name="peer")
-            self._peers.add(task)
-            task.add_done_callback(self._peers.discard)
+    def watch(self, peer: Peer) -> None:
+        """Tells the peer the status now and after each change."""
+        self._watchers.add(peer)
+        peer.send(self._status())
 
-    async def _meet(self, peer: Peer) -> None:
-        try:
-            credentials = peer.credentials()
-            if credentials.uid not in (os.getuid(), 0):
-                raise ProtocolError(f"user {credentials.uid} is not this agent's")
-            messages = peer.messages()
-            async with asyncio.timeout(_HELLO_SECONDS):
-                first = await anext(messages, None)
-            if first is None:
-                return
-            if isinstance(first, Hello):
-                await serve_rank(self, peer, first, messages)
-                return
-            self._supervise(peer, first)
-            async for message in messages:
-                self._supervise(peer, message)
-        except TimeoutError:
-            log.warning("a connection said nothing for %s s", _HELLO_SECONDS)
-        except StepfastError as error:
-            log.warning("a connection was closed: %s", error)
-            peer.send(Failure(id=0, kind=type(error).__name__, reason=str(error)))
-        finally:
-            self._watchers.discard(peer)
-            peer.dispose()
+    def unwatch(self, peer: Peer) -> None:
+        self._watchers.discard(peer)
 
-    def _supervise(self, peer: Peer, message: Message) -> None:
-        match message:
-            case Watch():
-                self._watchers.add(peer)
-                peer.send(self._status())
-            case RequestSave():
-                for session in self._run_sessions(message.job, message.run):
-                    session.send(SaveRequested())
-            case FlushRun():
-                room = self.rooms.get(JobKey.parse(message.job))
-                if room is not None and message.run in room.runs:
-                    room.flush(room.runs[message.run])
-            case _:
-                raise ProtocolError(f"{type(message).__name__} from somebody who is no rank")
+    def request_save(self, job: JobKey, run: str) -> None:
+        """Asks the run's ranks on this node to save, and to wait to be stopped."""
+        for found in self._launches(job, run):
+            for session in found.sessions.values():
+                if session.alive:
+                    session.peer.send(SaveRequested())
 
-    def _run_sessions(self, job: str, run: str) -> list[Peer]:
-        room = self.rooms.get(JobKey.parse(job))
-        if room is None or run not in room.runs:
-            return []
-        return [session.peer for session in room.runs[run].sessions.values() if session.alive]
+    def flush(self, job: JobKey, run: str) -> None:
+        """Persists all that is held of the run."""
+        for found in self._launches(job, run):
+            self.rooms[job].flush(found)
+
+    def carry_out(self, requests: tuple[NodeRequest, ...]) -> None:
+        """What the operator asks for, from now on: whoever joins later hears of it, too."""
+        self._requests = requests
+        for request in requests:
+            match request.action:
+                case Action.FLUSH:
+                    self.flush(request.job, request.run)
+                case Action.SAVE:
+                    self.request_save(request.job, request.run)
+                case _:
+                    assert_never(request.action)
+
+    def is_save_requested(self, job: JobKey, run: str) -> bool:
+        """Whether the operator waits for the run's last save."""
+        saves = [request for request in self._requests if request.action is Action.SAVE and request.job == job]
+        return any(launch_of(run, request.run) is not None for request in saves)
+
+    def _launches(self, job: JobKey, run: str) -> list[Run]:
+        """The run, with what torchrun has launched again of it within its pods."""
+        room = self.rooms.get(job)
+        return [found for name, found in room.runs.items() if launch_of(name, run) is not None] if room else []
 
     # ------------------------------------------------------------ rooms and status
 
-    def room_for(self, hello: Hello) -> Room:
-        """The room of the rank's job. Raises ProtocolError when the job is known with another storage."""
+    def sessions_of(self, job: JobKey, run: str) -> Iterable[Session]:
+        """What is known of the run's ranks on this node."""
+        room = self.rooms.get(job)
+        return room.runs[run].sessions.values() if room is not None and run in room.runs else ()
+
+    def room_for(self, hello: Hello, credentials: Mapping[str, str]) -> Room:
+        """The room of the rank's job, with the credentials that its newest pods bring along.
+
+        Raises ProtocolError when the job is known with another storage.
+        """
         job = JobKey.parse(hello.job)
-        room = self._room(job, hello.storage_uri)
+        room = self.rooms.get(job)
+        if room is not None and room.storage_uri != hello.storage_uri and self._is_over(room, hello.run):
+            self._spawn(self._dismiss(job).close(), f"close {job}")
+        room = self._room(job, hello.storage_uri, credentials)
         if room.storage_uri != hello.storage_uri:
             raise ProtocolError(f"job {job} is on this node with the storage {room.storage_uri}")
+        if attempt_of(hello.run) >= max(map(attempt_of, room.runs), default=0):
+            room.use_credentials(credentials)
         return room
+
+    def _is_over(self, room: Room, run: str) -> bool:
+        """Whether the room may give way to a job of its name with another storage: nothing of it is left to do, or it
+        is of a job that was deleted since.
+        """
+        if room.is_living:
+            return False
+        uids = {name.rpartition("-")[0] for name in room.runs}
+        if not room.is_idle and run.rpartition("-")[0] in uids:
+            return False
+        if not room.is_idle:
+            log.error("%s: steps of an earlier job of that name are given up, unpersisted", room.job)
+        return True
 
     def share_bytes(self, hello: Hello) -> int:
         """The rank's share of the memory tier now: living jobs divide it equally, and their ranks each job's part."""
@@ -225,12 +287,13 @@ class Agent:
         for other in others:
             wanted_bytes -= other.slots.release_excess(wanted_bytes, self.share_bytes)
 
-    def _room(self, job: JobKey, storage_uri: str) -> Room:
+    def _room(self, job: JobKey, storage_uri: str, credentials: Mapping[str, str]) -> Room:
         room = self.rooms.get(job)
         if room is None:
             room = self.rooms[job] = Room(
                 job,
                 storage_uri,
+                credentials,
                 config=self.config,
                 memory=self.memory,
                 metrics=self.metrics,
@@ -252,6 +315,8 @@ class Agent:
 
     def changed(self, at_once: bool) -> None:
         """Something worth telling happened; told at once, or together with what else happens in a moment."""
+        if self._node_writer is not None:
+            self._node_writer.changed(at_once)
         if not self._watchers:
             return
         if at_once:

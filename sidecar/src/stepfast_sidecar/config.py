@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of the container that this is: versions 2 and 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """How this node's agent runs. Sizes in bytes, times in seconds."""
 
-    socket: Path
+    socket: Path | None
     memory_dir: Path
     memory_limit_bytes: int
     node: str
+    kubelet_dir: Path | None = None
+    storage_root: str | None = None
+    allowed_storage: tuple[str, ...] = ()
+    checkpoint_node: bool = False
+    metrics_address: str = "127.0.0.1"
     metrics_port: int | None = None
     spool_folder: Path | None = None
     flush_timeout_seconds: float = 120.0
@@ -30,11 +39,16 @@ class Config:
 def parse_config(arguments: Sequence[str]) -> Config:
     """Reads the command line; exits with status 2 and a message when it is wrong."""
     parser = argparse.ArgumentParser(prog="stepfast-agent", description="The node's checkpoint agent.")
-    parser.add_argument("--socket", type=Path, required=True, help="unix socket to serve")
+    parser.add_argument("--socket", type=Path, help="unix socket to serve, for processes of this user")
+    _add_cluster_options(parser)
     parser.add_argument("--memory-dir", type=Path, required=True, help="folder of a tmpfs, for this agent alone")
-    parser.add_argument("--memory-limit", type=int, required=True, metavar="BYTES", help="of the memory tier")
-    parser.add_argument("--node", required=True, help="the node's name")
-    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this port of 127.0.0.1")
+    parser.add_argument(
+        "--memory-limit", required=True, metavar="BYTES",
+        help="of the memory tier; auto: half of what the folder's file system or this container may hold",
+    )  # fmt: skip
+    parser.add_argument("--node", default=os.environ.get("NODE_NAME"), help="the node's name (default: $NODE_NAME)")
+    parser.add_argument("--metrics-port", type=int, help="serve /metrics, /healthz and /readyz on this port")
+    parser.add_argument("--metrics-address", default="127.0.0.1", help="of that port (default: 127.0.0.1)")
     parser.add_argument("--spool-dir", type=Path, help="folder for objects that are fetched (default: the system's)")
     parser.add_argument("--flush-timeout", type=float, default=120.0, metavar="SECONDS", help="at the end")
     parser.add_argument("--adopt-timeout", type=float, default=3.0, metavar="SECONDS", help="for ranks to come back")
@@ -60,12 +74,21 @@ def parse_config(arguments: Sequence[str]) -> Config:
         help="how long other nodes' parts of a step are waited for once training has gone past it (default: 60)",
     )  # fmt: skip
     parsed = parser.parse_args(arguments)
-    if parsed.memory_limit < 0:
-        parser.error("--memory-limit must not be negative")
+    if parsed.socket is None and parsed.kubelet_dir is None:
+        parser.error("one of --socket and --kubelet-dir is needed: whom else would it serve?")
+    if parsed.kubelet_dir is not None and not parsed.kubelet_dir.is_absolute():
+        parser.error("--kubelet-dir must be the kubelet's own, absolute path")
+    if not parsed.node:
+        parser.error("--node, or the environment variable NODE_NAME, is needed")
     return Config(
         socket=parsed.socket,
         memory_dir=parsed.memory_dir,
-        memory_limit_bytes=parsed.memory_limit,
+        memory_limit_bytes=_memory_limit(parser, parsed.memory_limit, parsed.memory_dir),
+        kubelet_dir=parsed.kubelet_dir,
+        storage_root=parsed.storage_root or None,
+        allowed_storage=tuple(parsed.allow_storage),
+        checkpoint_node=parsed.checkpoint_node,
+        metrics_address=parsed.metrics_address,
         node=parsed.node,
         metrics_port=parsed.metrics_port,
         spool_folder=parsed.spool_dir,
@@ -77,3 +100,41 @@ def parse_config(arguments: Sequence[str]) -> Config:
         retry_limit_seconds=parsed.retry_limit,
         commit_patience_seconds=parsed.commit_patience,
     )
+
+
+def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kubelet-dir", type=Path, metavar="FOLDER",
+        help="serve this node's kubelet as the CSI driver csi.stepfast.dev: its folder, as /var/lib/kubelet",
+    )  # fmt: skip
+    parser.add_argument("--storage-root", metavar="URI", help="where jobs in pods may store with this agent's identity")
+    parser.add_argument(
+        "--allow-storage", action="append", default=[], metavar="URI", help="another such storage (repeatable)"
+    )
+    parser.add_argument("--checkpoint-node", action="store_true", help="keep this node's CheckpointNode in the cluster")
+
+
+def _memory_limit(parser: argparse.ArgumentParser, text: str, memory_dir: Path) -> int:
+    if text == "auto":
+        return automatic_limit(memory_dir)
+    if not text.isascii() or not text.isdigit():
+        parser.error(f"--memory-limit: {text!r} is neither a number of bytes nor auto")
+    return int(text)
+
+
+def automatic_limit(memory_dir: Path, cgroup_files: Sequence[Path] = CGROUP_LIMITS) -> int:
+    """Half of what the folder's file system or this process's cgroup may hold, whichever is less.
+
+    Half, because the memory tier's pages count towards both, as do the agent's processes and whatever else is there.
+    """
+    memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    system = os.statvfs(memory_dir)
+    limits = [system.f_blocks * system.f_frsize]
+    for path in cgroup_files:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():  # "max": none
+            limits.append(int(text))
+    return min(limits) // 2

@@ -124,22 +124,30 @@ class Peer:
         self._sock.close()
 
 
-def listen(path: str) -> socket.socket:
-    """A listening socket at the path, for this user alone, in place of one that a dead agent left."""
-    folder = os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+def listen(path: str, *, mode: int = 0o600, building: str | None = None) -> socket.socket:
+    """A listening socket at the path, in place of one that a dead agent left; by default for this user alone.
+
+    It is made at `building` (beside the path, if not told), on the same file system, and moved: whoever sees it can
+    connect to it, and what others put at the path meanwhile is replaced, not followed.
+    """
+    building = building or f"{path}.new"
+    folders = [os.open(os.path.dirname(p) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for p in (building, path)]
     try:
         # Through the folder's descriptor: a unix address holds about a hundred characters, a path any number.
-        address = f"/proc/self/fd/{folder}/{os.path.basename(path)}"
-        building = f"{address}.new"
-        for stale in (building,):
-            if os.path.lexists(stale):
-                os.unlink(stale)
+        address = f"/proc/self/fd/{folders[0]}/{os.path.basename(building)}"
+        if os.path.lexists(address):
+            os.unlink(address)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        sock.bind(building)
-        os.chmod(building, 0o600)
-        sock.listen(512)
-        sock.setblocking(False)
-        os.rename(building, address)  # whoever sees the socket can connect to it
+        try:
+            sock.bind(address)
+            os.chmod(address, mode)
+            sock.listen(512)
+            sock.setblocking(False)
+            os.rename(address, os.path.basename(path), dst_dir_fd=folders[1])
+        except OSError:
+            sock.close()
+            raise
         return sock
     finally:
-        os.close(folder)
+        for folder in folders:
+            os.close(folder)

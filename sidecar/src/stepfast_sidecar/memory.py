@@ -5,6 +5,7 @@ hands descriptors to ranks. It reads and writes control pages with pread and pwr
 slot, so that a tenant who truncates one kills nobody else.
 
     <memory folder>/<namespace>/<job>/job.json
+    <memory folder>/.volumes/<volume>.json
     <memory folder>/<namespace>/<job>/<rank>/slot-<index>-<generation>
 """
 
@@ -27,6 +28,7 @@ from stepfast.step import JobKey
 from stepfast.tensorfile import PAGE
 
 MAX_SLOTS = 3  # one is persisted, one is the newest whole step, one is written
+VOLUMES = ".volumes"  # no namespace has a name like that: the notes of published volumes
 _LOCK = "agent.lock"
 _LOCK_SECONDS = 5.0  # how long the agent before has to go
 _SLOT = re.compile(r"slot-([0-9]+)-([0-9]+)")
@@ -169,11 +171,13 @@ class MemoryTier:
         self.give_back(slot.size_bytes)
 
     def remember(self, job: JobKey, settings: dict[str, object]) -> None:
-        """Notes what a restarted agent must know of the job."""
+        """Notes what a restarted agent must know of the job, credentials among it: for this user's eyes alone."""
         folder = self._folder(job)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         building = folder / ".job.json"
-        building.write_text(json.dumps(settings))
+        descriptor = os.open(building, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(settings, file)
         os.rename(building, folder / "job.json")
 
     def forget(self, job: JobKey) -> None:

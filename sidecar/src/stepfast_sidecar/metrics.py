@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)
 
@@ -48,21 +48,11 @@ class Metrics:
         self._limit = Gauge(f"{prefix}_memory_limit_bytes", "Memory tier's limit.", registry=self.registry)
         self._lag = Gauge(f"{prefix}_persist_lag_seconds", "Age of the oldest pending step.", registry=self.registry)
 
-    def serve(
-        self, port: int, *, limit_bytes: int, used_bytes: Callable[[], int], lag_seconds: Callable[[], float]
-    ) -> Callable[[], None]:
-        """Serves the metrics on loopback; returns what ends that."""
+    def observe(self, *, limit_bytes: int, used_bytes: Callable[[], int], lag_seconds: Callable[[], float]) -> None:
+        """What the gauges show."""
         self._limit.set(limit_bytes)
         self._used.set_function(used_bytes)
         self._lag.set_function(lag_seconds)
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=self.registry)
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return stop
 
     def staged(self, size_bytes: int, stall_seconds: float) -> None:
         self._stall.observe(stall_seconds)

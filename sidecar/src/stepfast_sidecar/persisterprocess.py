@@ -35,8 +35,11 @@ class RequestFailed(AgentError):
 class PersisterProcess:
     """Requests to one job's persister. `on_lost` is called each time that the process dies unasked."""
 
-    def __init__(self, arguments: Sequence[str], *, on_lost: Callable[[], None]) -> None:
-        self._arguments = arguments
+    def __init__(
+        self, arguments: Sequence[str], *, on_lost: Callable[[], None], environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment`: all that the process knows, instead of what this one does."""
+        self._arguments, self._environment = arguments, environment
         self._on_lost = on_lost
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
@@ -83,6 +86,7 @@ class PersisterProcess:
             if self._process is None:
                 if self._deaths:
                     await asyncio.sleep(_RESTART_SECONDS[min(self._deaths, len(_RESTART_SECONDS)) - 1])
+                environment = self._environment
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     *("-m", "stepfast_sidecar.persister"),
@@ -91,9 +95,12 @@ class PersisterProcess:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     limit=_LINE_LIMIT,
+                    env=environment,
                     start_new_session=True,  # a signal to the agent's group is the agent's to handle, in order
                 )
                 self._reader = asyncio.create_task(self._read(self._process), name="persister-reader")
+                if environment is not self._environment:  # it changed meanwhile
+                    self._process.kill()
             return self._process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
@@ -115,6 +122,12 @@ class PersisterProcess:
         self._on_lost()
         for future in lost:
             future.set_exception(PersisterLost(f"the persister died with status {status}"))
+
+    def use_environment(self, environment: Mapping[str, str]) -> None:
+        """From now on. A process that runs is ended, and started again with it; what it had in hand is lost."""
+        self._environment = environment
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     async def close(self, timeout_seconds: float = 10.0) -> None:
         """Ends the process in order, after that by force."""

@@ -26,6 +26,7 @@ from stepfast.protocol import (
     Reserve,
     Reserved,
     Restored,
+    SaveRequested,
     Skipped,
     SlotReady,
     Staged,
@@ -43,6 +44,7 @@ from stepfast_sidecar.persisterprocess import PersisterLost, RequestFailed
 from stepfast_sidecar.room import Room
 from stepfast_sidecar.run import Run, Session
 from stepfast_sidecar.slots import refusal
+from stepfast_sidecar.tenants import Volume
 
 if TYPE_CHECKING:
     from stepfast_sidecar.agent import Agent
@@ -53,17 +55,25 @@ _MAX_REQUESTS = 256  # of one rank at once; the SDK has a handful
 _FETCH_ATTEMPTS = 3  # the persister may die under a request
 
 
-async def serve_rank(agent: Agent, peer: Peer, hello: Hello, messages: AsyncIterator[Message]) -> None:
-    """Until the rank says goodbye or dies. Raises ProtocolError for what no rank may say."""
-    room = agent.room_for(hello)
+async def serve_rank(
+    agent: Agent, peer: Peer, hello: Hello, messages: AsyncIterator[Message], volume: Volume | None
+) -> None:
+    """Until the rank says goodbye or dies. `volume` is the pod's that it is a process of.
+
+    Raises ProtocolError for what no rank may say.
+    """
+    room = agent.room_for(hello, volume.credentials if volume is not None else {})
+    volume_id = volume.id if volume is not None else ""
     known = room.session_of(hello)
     if known is not None and known.alive:
-        if (known.hello.pid, known.peer.credentials()) != (hello.pid, peer.credentials()):
+        # Of a process in a pod the kernel tells no pid here, and the pods' own pids are alike.
+        was = (known.hello.pid, known.peer.credentials(), known.volume_id)
+        if was != (hello.pid, peer.credentials(), volume_id):
             raise ProtocolError(f"rank {hello.rank} of {hello.run} is here already, as process {known.hello.pid}")
         known.peer.close()  # it lost the connection before we noticed
         known.clean = True
     run = room.run_of(hello)
-    session = Session(hello=hello, peer=peer, joined_time=time.time())
+    session = Session(hello=hello, peer=peer, joined_time=time.time(), volume_id=volume_id)
     if known is not None:
         session.restored_step, session.restored_tier = known.restored_step, known.restored_tier
         session.restored_time, session.restore_seconds = known.restored_time, known.restore_seconds
@@ -83,6 +93,8 @@ class _RankServer:
     async def serve(self, messages: AsyncIterator[Message]) -> None:
         self._take_over_slots()
         self._session.peer.send(Welcome(version=VERSION, share_bytes=self._share))
+        if self._agent.is_save_requested(self._room.job, self._run.flow.run):
+            self._session.peer.send(SaveRequested())
         self._room.carry_out(self._run, self._run.flow.retry())  # what an earlier agent left of this run
         self._agent.changed(True)
         try:

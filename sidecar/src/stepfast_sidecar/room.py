@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, assert_never
@@ -24,6 +25,7 @@ from stepfast_sidecar.metrics import Metrics
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
 from stepfast_sidecar.run import Run, Session
 from stepfast_sidecar.slots import misfit
+from stepfast_sidecar.tenants import persister_environment
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class Room:
         self,
         job: JobKey,
         storage_uri: str,
+        credentials: Mapping[str, str],
         *,
         config: Config,
         memory: MemoryTier,
@@ -47,7 +50,7 @@ class Room:
         changed: Callable[[bool], None],
     ) -> None:
         self.job = job
-        self.storage_uri = storage_uri
+        self.storage_uri, self.credentials = storage_uri, credentials
         self.runs: dict[str, Run] = {}
         self.slots = JobSlots(job, memory, self.runs)
         self._config, self._memory, self._metrics = config, memory, metrics
@@ -57,9 +60,19 @@ class Room:
         arguments += ["--storage-deadline", str(config.storage_deadline_seconds)]
         if config.spool_folder is not None:
             arguments += ["--spool-folder", str(config.spool_folder)]
-        self.persister = PersisterProcess(arguments, on_lost=self._persister_lost)
+        self.persister = PersisterProcess(
+            arguments, on_lost=self._persister_lost, environment=persister_environment(os.environ, credentials)
+        )
         self.freed = asyncio.Condition()
         self._history = History(job, self.persister, self._retry_seconds)
+
+    def use_credentials(self, credentials: Mapping[str, str]) -> None:
+        """What the job's pods bring along to open their storage with, from now on."""
+        if credentials == self.credentials:
+            return
+        log.info("%s: other credentials from now on", self.job)
+        self.credentials = credentials
+        self.persister.use_environment(persister_environment(os.environ, credentials))
 
     # ------------------------------------------------------------ runs and ranks
 
@@ -82,7 +95,10 @@ class Room:
         run.flow.local_world_size = hello.local_world_size
         # A step is whole when all ranks of the node staged it: what a restarted agent cannot see in the slots.
         sizes = {name: known.flow.local_world_size for name, known in list(self.runs.items())[-_RUNS_REMEMBERED:]}
-        self._memory.remember(self.job, {"storageUri": self.storage_uri, "localWorldSizes": sizes})
+        self._memory.remember(
+            self.job,
+            {"storageUri": self.storage_uri, "localWorldSizes": sizes, "credentials": dict(self.credentials)},
+        )
         return run
 
     def _forget_old_runs(self) -> None:

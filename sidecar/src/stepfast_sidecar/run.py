@@ -29,6 +29,7 @@ class Session:
     hello: Hello
     peer: Peer
     joined_time: float
+    volume_id: str = ""  # of the pod that it is a process of; empty on a machine without pods
     alive: bool = True
     clean: bool = False
     ended_time: float | None = None

@@ -1,11 +1,14 @@
 """What a node's agent reports of the jobs on its node: the status of a CheckpointNode, in memory, on the wire and in
-the cluster. Pure values; the field names in documents are those of the API (`CheckpointNode.status`).
+the cluster. Pure values; the field names in documents are those of the API (`CheckpointNode.status`), and so is the
+form of times: RFC 3339, in UTC, to the microsecond.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import isfinite
 from typing import Any
 
 from stepfast.step import JobKey
@@ -80,6 +83,23 @@ class NodeStatus:
         return next((status for status in self.jobs if status.job == job and status.run == run), None)
 
 
+_LAST_TIME = 253_402_300_799.0  # the end of year 9999: what RFC 3339 can say
+
+
+def format_time(seconds: float) -> str:
+    """Seconds since the epoch as the API writes a time; what no clock shows, as the nearest that one can."""
+    shown = min(max(seconds, 0.0), _LAST_TIME) if isfinite(seconds) else 0.0
+    return datetime.fromtimestamp(shown, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def parse_time(text: str) -> float:
+    """Reads `format_time`'s text, and any RFC 3339 time. Raises ValueError or TypeError when it is none."""
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError(f"{text!r} names no time zone")
+    return moment.timestamp()
+
+
 def to_document(status: NodeStatus) -> dict[str, Any]:
     """The status as JSON-able values, in the API's words."""
     return {
@@ -117,12 +137,20 @@ _JOB_FIELDS = {
 }  # fmt: skip
 
 
+_TIMES = frozenset({"joinedTime", "time", "endedTime", "restoredTime", "waitedTime", "latestPersistedTime"})
+
+
 def _pick(value: object, fields: Mapping[str, str]) -> dict[str, Any]:
-    return {key: got for name, key in fields.items() if (got := getattr(value, name)) is not None}
+    found = {key: got for name, key in fields.items() if (got := getattr(value, name)) is not None}
+    return {key: format_time(got) if key in _TIMES else got for key, got in found.items()}
 
 
 def _read(document: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    return {name: document[key] for name, key in fields.items() if key in document}
+    return {
+        name: parse_time(document[key]) if key in _TIMES else document[key]
+        for name, key in fields.items()
+        if key in document
+    }
 
 
 def _job_document(job: JobStatus) -> dict[str, Any]:

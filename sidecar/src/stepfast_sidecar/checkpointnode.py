@@ -1,0 +1,277 @@
+"""This node's CheckpointNode: what the agent tells the cluster, and what the operator asks of it.
+
+`status` is the agent's, `spec.requests` the operator's: one writer each (I8). A spec that was not seen yet is carried
+out, then acknowledged by a status with its generation that was taken after it. What matters to a decision is written
+at once, progress alone every few seconds. Nothing here holds up the agent: an API server that is away, slow, or knows
+no such objects is asked again and again, and said so once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import isfinite
+from typing import Any, Protocol
+
+from stepfast.errors import AgentError, SpecError
+from stepfast.nodestatus import JobStatus, NodeStatus, RankStatus, format_time, to_document
+from stepfast.step import JobKey, is_run
+
+log = logging.getLogger(__name__)
+
+API_VERSION, KIND = "stepfast.dev/v1alpha1", "CheckpointNode"
+_COALESCE_SECONDS = 5.0  # between two writes that tell of progress alone
+_GAP_SECONDS = 0.2  # between any two writes: a job of tiny steps must not write all day
+_RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+_FAREWELL_SECONDS = 5.0
+
+Object = Mapping[str, Any]
+
+
+class ApiError(AgentError):
+    """The API server refused, failed, or did not answer."""
+
+
+class ApiNotFound(ApiError):
+    """There is no such object, or no such kind of objects."""
+
+
+class ApiExpired(ApiError):
+    """That resource version is too old to go on from."""
+
+
+class Api(Protocol):
+    """The few requests that are made. Each raises ApiError, in time."""
+
+    async def find(self, name: str) -> tuple[Object | None, str]:
+        """The CheckpointNode, if there is one, and the resource version to watch from."""
+
+    async def create(self, body: Object) -> Object: ...
+    async def node_uid(self, name: str) -> str: ...
+    async def patch_status(self, name: str, status: Object) -> None: ...
+
+    def watch(self, name: str, resource_version: str) -> AsyncGenerator[tuple[str, Object], None]:
+        """What happens to the object, until the server ends it: ADDED, MODIFIED, DELETED, BOOKMARK."""
+
+    async def close(self) -> None: ...
+
+
+class Action(StrEnum):
+    """What the operator asks for."""
+
+    FLUSH = "Flush"
+    SAVE = "Save"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRequest:
+    """One of `spec.requests`: it stands until the operator takes it away, and may be carried out repeatedly."""
+
+    job: JobKey
+    run: str
+    action: Action
+
+
+class Source(Protocol):
+    """Whose status it is. Implemented by the agent."""
+
+    def status(self) -> NodeStatus: ...
+    def carry_out(self, requests: tuple[NodeRequest, ...]) -> None: ...
+
+
+def requests_of(found: Object) -> tuple[NodeRequest, ...]:
+    """What the spec asks for. What this agent does not understand is passed over, and said."""
+    requests = []
+    for entry in (found.get("spec") or {}).get("requests") or ():
+        try:
+            job = JobKey(namespace=entry["namespace"], name=entry["name"])
+            if not is_run(entry["run"]):
+                raise ValueError(f"{entry['run']!r} is no run")
+            requests.append(NodeRequest(job=job, run=entry["run"], action=Action(entry["action"])))
+        except (KeyError, TypeError, ValueError, SpecError) as error:
+            log.error("a request of the operator is not understood: %s (%s)", entry, error)
+    return tuple(requests)
+
+
+def news_of(status: NodeStatus) -> tuple[object, ...]:
+    """What of a status is told at once when it changes."""
+    return tuple(_job_news(job) for job in status.jobs)
+
+
+def _job_news(job: JobStatus) -> tuple[object, ...]:
+    ranks = tuple(_rank_news(rank) for rank in job.ranks)
+    is_idle = not job.pending_steps
+    return job.job, job.run, job.latest_persisted_step, job.persist_error, job.final_step, is_idle, ranks
+
+
+def _rank_news(rank: RankStatus) -> tuple[object, ...]:
+    return rank.rank, rank.joined_time, rank.alive, rank.clean, rank.restored_time, rank.restored_step
+
+
+def status_document(
+    status: NodeStatus, *, generation: int, is_ready: bool, since: float, reason: str, message: str
+) -> dict[str, Any]:
+    """`CheckpointNode.status`."""
+    document = to_document(status)
+    del document["node"]
+    for job in document["jobs"]:
+        for rank in job["ranks"]:
+            if "metrics" in rank:  # JSON has no NaN
+                rank["metrics"] = {name: value for name, value in rank["metrics"].items() if isfinite(value)}
+    ready = {
+        "type": "Ready", "status": "True" if is_ready else "False", "reason": reason, "message": message,
+        "lastTransitionTime": format_time(since), "observedGeneration": generation,
+    }  # fmt: skip
+    return {"conditions": [ready], "observedGeneration": generation, **document}
+
+
+class CheckpointNodeWriter:
+    """Keeps the object. `run` never ends by itself and never raises ApiError."""
+
+    def __init__(self, node: str, source: Source, connect: Callable[[], Awaitable[Api]]) -> None:
+        self._node, self._source, self._connect = node, source, connect
+        self._api: Api | None = None
+        self._connecting = asyncio.Lock()
+        self._seen: tuple[str, int] | None = None  # the object's uid and the generation that was carried out
+        self._wake = asyncio.Event()
+        self._waking: asyncio.TimerHandle | None = None
+        self._written: tuple[object, ...] | None = None  # what was told last, and of which object
+        self._written_time = 0.0  # by the event loop's clock
+        self._since = time.time()
+        self._said: str | None = None
+
+    # ------------------------------------------------------------ what the agent calls
+
+    def changed(self, at_once: bool) -> None:
+        """Something worth telling happened. What is not urgent is looked at together with what follows."""
+        if at_once:
+            self._wake.set()
+        elif self._waking is None:
+            self._waking = asyncio.get_running_loop().call_later(_GAP_SECONDS, self._woken)
+
+    def _woken(self) -> None:
+        self._waking = None
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._for_ever(self._follow), name="follow the CheckpointNode")
+                group.create_task(self._for_ever(self._write), name="write the CheckpointNode")
+        finally:
+            if self._waking is not None:
+                self._waking.cancel()
+
+    async def say_goodbye(self) -> None:
+        """The last status, when the agent has flushed and ends; `run` must be over. A moment is all it may take."""
+        if self._api is None:
+            return
+        with contextlib.suppress(ApiError, TimeoutError):
+            async with asyncio.timeout(_FAREWELL_SECONDS):
+                if self._seen is not None:
+                    self._since = time.time()
+                    await self._patch(self._api, is_ready=False, reason="Ended", message="the agent was ended")
+        await self._api.close()
+
+    # ------------------------------------------------------------ inside
+
+    async def _for_ever(self, work: Callable[[Api], Awaitable[None]]) -> None:
+        failures = 0
+        while True:
+            try:
+                async with self._connecting:
+                    if self._api is None:
+                        self._api = await self._connect()
+                await work(self._api)
+                failures = 0
+            except ApiExpired:
+                failures = 1  # listed anew
+            except ApiError as error:
+                failures += 1
+                self._say(error)
+            except Exception:  # a task's outermost frame: the agent goes on without it
+                failures += 1
+                log.exception("the CheckpointNode %s is not up to date", self._node)
+            if failures:
+                pause = _RETRY_SECONDS[min(failures, len(_RETRY_SECONDS)) - 1]
+                await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # many agents lose one API server at once
+
+    def _say(self, error: ApiError) -> None:
+        if self._said is None:
+            log.error("the CheckpointNode %s is not up to date, which is tried again and again: %s", self._node, error)
+        self._said = str(error)
+
+    async def _follow(self, api: Api) -> None:
+        """Sees to it that there is an object, and carries out what its spec says, until the server ends the watch."""
+        found, version = await api.find(self._node)
+        if found is None:
+            found = await api.create(await self._new_object(api))
+        self._take(found)
+        while True:
+            async with contextlib.aclosing(api.watch(self._node, version)) as events:
+                async for kind, event in events:
+                    version = event["metadata"]["resourceVersion"]
+                    if kind == "DELETED":
+                        self._seen = None
+                        return
+                    if kind != "BOOKMARK":
+                        self._take(event)
+
+    async def _new_object(self, api: Api) -> Object:
+        owner = {"apiVersion": "v1", "kind": "Node", "name": self._node, "uid": await api.node_uid(self._node)}
+        metadata = {"name": self._node, "ownerReferences": [owner]}
+        return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": {}}
+
+    def _take(self, found: Object) -> None:
+        metadata = found["metadata"]
+        now_seen = (metadata["uid"], metadata["generation"])
+        if now_seen == self._seen:
+            return
+        if self._seen is None or self._seen[0] != now_seen[0]:
+            self._since = time.time()
+        self._source.carry_out(requests_of(found))
+        self._seen = now_seen
+        self._wake.set()
+
+    async def _write(self, api: Api) -> None:
+        """One status, when there is one to write."""
+        await self._wake.wait()
+        self._wake.clear()
+        now = asyncio.get_running_loop().time()
+        if self._seen is None:
+            return  # `_take` wakes
+        is_news = (self._seen, news_of(self._source.status())) != self._written
+        wait_seconds = self._written_time + (_GAP_SECONDS if is_news else _COALESCE_SECONDS) - now
+        if wait_seconds > 0:
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_seconds):
+                    await self._wake.wait()
+            self._wake.set()
+            return
+        try:
+            await self._patch(api, is_ready=True, reason="Serving", message="the agent serves this node's pods")
+        except ApiError:
+            self._wake.set()
+            raise
+        if self._said is not None:
+            log.info("the CheckpointNode %s is up to date again", self._node)
+            self._said = None
+
+    async def _patch(self, api: Api, *, is_ready: bool, reason: str, message: str) -> None:
+        status, seen = self._source.status(), self._seen
+        if seen is None:
+            return
+        document = status_document(
+            status, generation=seen[1], is_ready=is_ready, since=self._since, reason=reason, message=message
+        )
+        await api.patch_status(self._node, document)
+        self._written = (seen, news_of(status))
+        self._written_time = asyncio.get_running_loop().time()
