@@ -96,7 +96,8 @@ class Reflector(Generic[K, V]):
 
     async def _list(self) -> None:
         """Takes over what is there."""
-        seen: set[K] = set()
+        # What a request of ours adds meanwhile may be newer than the list.
+        seen, before = set[K](), set(self._held)
         query = {**self._query, "limit": str(PAGE)}
         while True:
             page = await self._kube.get(self.path, **query)
@@ -110,8 +111,9 @@ class Reflector(Generic[K, V]):
             if not metadata.get("continue"):
                 break
             query["continue"] = metadata["continue"]
-        for key in [key for key in self._held if key not in seen]:
-            self._remove(key)
+        for key in before - seen:
+            if key in self._held:
+                self._remove(key)
         self._version = str(metadata["resourceVersion"])
         self.synced.set()
 
