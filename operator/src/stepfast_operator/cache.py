@@ -59,9 +59,6 @@ class Reflector(Generic[K, V]):
     def values(self) -> Iterable[V]:
         return (value for _, value in self._held.values())
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def age_seconds(self) -> float:
         """How long ago the API server last said anything about this kind."""
         return time.monotonic() - self._heard

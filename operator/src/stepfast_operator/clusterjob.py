@@ -31,7 +31,7 @@ class ClusterJob:
     @property
     def path(self) -> str:
         """Where the API server has it."""
-        return f"/apis/stepfast.dev/v1alpha1/namespaces/{self.job.namespace}/trainingjobs/{self.job.name}"
+        return path_of(self.job)
 
     @property
     def spec(self) -> TrainingSpec:
@@ -41,6 +41,11 @@ class ClusterJob:
 def is_managed(document: JSON) -> bool:
     """Whether the job is ours: another manager's we leave alone."""
     return ((document.get("spec") or {}).get("managedBy") or MANAGER) == MANAGER
+
+
+def path_of(job: JobKey) -> str:
+    """Where the API server has a TrainingJob."""
+    return f"/apis/stepfast.dev/v1alpha1/namespaces/{job.namespace}/trainingjobs/{job.name}"
 
 
 def job_key_of(document: JSON) -> JobKey:

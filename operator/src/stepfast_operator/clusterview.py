@@ -93,8 +93,14 @@ class ClusterView:
 
     def take_pod(self, document: JSON) -> None:
         """A pod as its creation returned it."""
-        namespace = document["metadata"]["namespace"]
-        (self.pods.get(namespace) or self.pods[""]).take(document)
+        self._pods_in(document["metadata"]["namespace"]).take(document)
+
+    def drop_pod(self, pod: PodView) -> None:
+        """A pod that was deleted by force."""
+        self._pods_in(pod.namespace).drop(pod.key, pod.uid)
+
+    def _pods_in(self, namespace: str) -> Reflector[tuple[str, str], PodView]:
+        return self.pods[namespace if namespace in self.pods else ""]
 
     def node(self, name: str) -> NodeView | None:
         return self.nodes.get(name)

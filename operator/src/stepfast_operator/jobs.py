@@ -10,10 +10,10 @@ import random
 import time
 from collections.abc import Sequence
 
-from stepfast.errors import StepfastError
+from stepfast.errors import SpecError, StepfastError
 from stepfast.step import JobKey
 from stepfast_operator import clusterjob, labels
-from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend
+from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend, write_status
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.document import JSON
 from stepfast_operator.eventlog import EventLog
@@ -22,6 +22,7 @@ from stepfast_operator.lease import NotLeading
 from stepfast_operator.metrics import Metrics
 from stepfast_operator.reconcile import Pass, reconcile
 from stepfast_operator.record import State, Status
+from stepfast_operator.status import refuse
 
 log = logging.getLogger(__name__)
 
@@ -143,11 +144,12 @@ class JobLoop:
 
     async def _pass(self) -> float:
         """One look; returns how long at most to wait for the next one."""
-        job = clusterjob.parse_job(self._document)
-        if self._backend is None:
-            self._backend = KubernetesBackend(self._cluster, job)
-        backend = self._backend
-        backend.take(job)
+        try:
+            job = clusterjob.parse_job(self._document)
+            backend = self._backend = self._backend or KubernetesBackend(self._cluster, job)
+            backend.take(job)
+        except SpecError as error:
+            return await self._refuse(error)
         if not job.is_deleted:
             await self._hold(job)
         begin = time.perf_counter()
@@ -160,6 +162,16 @@ class JobLoop:
             await self._let_go(job)
         requeue = seen.decision.requeue_seconds
         return _LONGEST_WAIT_SECONDS if requeue is None else min(requeue, _LONGEST_WAIT_SECONDS)
+
+    async def _refuse(self, error: SpecError) -> float:
+        """The API server let a spec pass that makes no sense."""
+        metadata = self._document["metadata"]
+        after = refuse(self.status, str(error), self._cluster.clock(), metadata.get("generation"))
+        if after != self.status:
+            await write_status(self._cluster, clusterjob.path_of(self.key), metadata["uid"], after)
+            self._events.tell_error(self._document, error)
+            self.status = after
+        return _LONGEST_WAIT_SECONDS
 
     async def _hold(self, job: ClusterJob) -> None:
         """Keeps the object until its gang has saved and ended, should somebody delete it."""

@@ -15,6 +15,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from stepfast.errors import SpecError
@@ -27,7 +28,7 @@ from stepfast_operator.backends.requests import Ask, Request, Requests
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.document import JSON, decode, encode
-from stepfast_operator.kube import AlreadyExists, Kube, KubeError, PatchKind
+from stepfast_operator.kube import AlreadyExists, Kube, KubeError, KubeUnavailable, PatchKind
 from stepfast_operator.lease import Lease
 from stepfast_operator.manifests import Owner
 from stepfast_operator.names import is_run_of
@@ -47,7 +48,7 @@ from stepfast_operator.workers import previous_nodes, workers_of
 
 _KILL_GRACE_SECONDS = 1  # the least that still waits for the kubelet's word; none at all would only delete the record
 _PARALLEL = 40
-_GONE_POLL_SECONDS = 1.0
+_GONE_SECONDS = 5.0
 # A pod's own end comes with its exit code a second or two later than the agent's word that a rank is gone.
 _DEAD_RANK_PATIENCE_SECONDS = 8.0
 
@@ -88,11 +89,15 @@ class KubernetesBackend:
         self.changed = asyncio.Event()  # set by whoever sees a change of what is observed here
         self.take(job)
         self._asked: dict[str, int] = {}  # by node: the generation from which on its report takes in what was asked
+        self._asked_to_end: dict[str, int | None] = {}  # pods, by uid, and the grace that they were given
         self._launched_now: Launched | None = None
         self._storage: JobStorage | None = None
 
     def take(self, job: ClusterJob) -> None:
-        """The TrainingJob as it is now."""
+        """The TrainingJob as it is now. Raises SpecError when nobody says where it is saved."""
+        if not (job.spec.checkpoint.storage_uri or self._cluster.storage_root):
+            reason = "is required: this operator was installed without a storage of its own (storage.uri)"
+            raise SpecError("spec.checkpoint.storageUri", reason)
         self._job = job
         self._owner = Owner(job=job.job, uid=job.uid)
 
@@ -152,6 +157,8 @@ class KubernetesBackend:
             return
         others = {pod.run for pod in self._view.pods_of(self._job.uid) if pod.is_alive} - {launch.run}
         await self.stop(sorted(others), StopMode.KILL)
+        if any(pod.is_alive and pod.run in others for pod in self._view.pods_of(self._job.uid)):
+            raise KubeUnavailable(f"pods of {', '.join(sorted(others))} have not ended yet: none is made beside them")
         await self._make_service()
         before = previous_nodes(self._view.pods_of(self._job.uid), launch.attempt)
         gate = asyncio.Semaphore(_PARALLEL)
@@ -162,24 +169,25 @@ class KubernetesBackend:
         except* KubeError as several:
             raise _first(several) from None
         await self._note(replace(launched, is_whole=True))
+        self._asked_to_end.clear()
         await self._clear(launch.attempt)
 
     async def stop(self, runs: Sequence[str], mode: StopMode) -> None:
+        """With KILL waits a moment for the kubelets' word; what a lost node holds up is asked for again by the next
+        pass, which may have learned that it is lost.
+        """
         wanted = frozenset(runs)
         grace = _KILL_GRACE_SECONDS if mode is StopMode.KILL else None
-        asked: set[str] = set()
-        while living := [
-            pod for pod in self._view.pods_of(self._job.uid) if pod.run in wanted and pod.is_alive
-        ]:  # fmt: skip
+        deadline = time.monotonic() + (_GONE_SECONDS if mode is StopMode.KILL else 0.0)
+        while living := [pod for pod in self._view.pods_of(self._job.uid) if pod.run in wanted and pod.is_alive]:
             self.changed.clear()
             self._lease.check()
-            await asyncio.gather(*(self._end(pod, grace, asked) for pod in living))
-            if mode is StopMode.TERMINATE:
+            await asyncio.gather(*(self._end(pod, grace) for pod in living))
+            left = deadline - time.monotonic()
+            if left <= 0:
                 return
-            try:
-                await asyncio.wait_for(self.changed.wait(), _GONE_POLL_SECONDS)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), left)
 
     async def start_agent(self) -> None:
         """Nothing: the DaemonSet does."""
@@ -195,12 +203,7 @@ class KubernetesBackend:
         await self._kube.delete(self._job.path, uid=self._job.uid)
 
     async def write_status(self, status: Status) -> None:
-        self._lease.check()
-        patch = [
-            {"op": "test", "path": "/metadata/uid", "value": self._job.uid},
-            {"op": "add", "path": "/status", "value": encode(status)},
-        ]
-        await self._kube.patch(f"{self._job.path}/status", patch, PatchKind.JSON)
+        await write_status(self._cluster, self._job.path, self._job.uid, status)
 
     # ------------------------------------------------------------ observing
 
@@ -331,18 +334,19 @@ class KubernetesBackend:
                 "remove it, or give the job another name"
             )
 
-    async def _end(self, pod: PodView, grace: int | None, asked: set[str]) -> None:
+    async def _end(self, pod: PodView, grace: int | None) -> None:
         """Asks the pod to end; by force when its node has not answered for `podDeletionGraceSeconds`."""
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
-        if pod.uid not in asked:
+        if self._asked_to_end.get(pod.uid, -1) != grace:
             await self._kube.delete(path, grace_seconds=grace, uid=pod.uid)
-            asked.add(pod.uid)
+            self._asked_to_end[pod.uid] = grace
         node = self._view.node(pod.node) if pod.node is not None else None
         if pod.node is None or pod.deleted_time is None or (node is not None and node.not_ready_time is None):
             return
         patience = self._job.spec.failure_policy.pod_deletion_grace_seconds
         if self._cluster.clock() - pod.deleted_time >= patience:
             await self._kube.delete(path, grace_seconds=0, uid=pod.uid)
+            self._view.drop_pod(pod)
 
     async def _clear(self, attempt: int) -> None:
         """Removes the pods of attempts before the last one, whose logs nobody is going to look at."""
@@ -366,3 +370,13 @@ def _first(several: BaseExceptionGroup[KubeError]) -> BaseException:
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]
     return found
+
+
+async def write_status(cluster: Cluster, path: str, uid: str, status: Status) -> None:
+    """Replaces the status of the job of that uid. Raises NotLeading, NotFound, other KubeErrors."""
+    cluster.lease.check()
+    patch = [
+        {"op": "test", "path": "/metadata/uid", "value": uid},
+        {"op": "add", "path": "/status", "value": encode(status)},
+    ]
+    await cluster.kube.patch(f"{path}/status", patch, PatchKind.JSON)
