@@ -258,10 +258,9 @@ def _end(
     fail_message: str = "",
 ) -> Decision:
     end = EndAttempt(failure=failure, verdict=verdict, rule=rule, fail_reason=fail_reason, fail_message=fail_message)
-    # Killed before the end is recorded: a kill of the operator in between leaves a dead gang, whose end is
-    # seen again.
-    stop = StopGang(runs=(attempt.run,), mode=StopMode.KILL)
-    return _decision(why, stop, end, RequeueAfter(seconds=0))
+    # Recorded before the gang is killed, by the next pass: the operator may be killed in between, and in a gang that
+    # it has half ended nobody finds the cause of the end any more.
+    return _decision(why, end, RequeueAfter(seconds=0))
 
 
 def _fail(observed: Observed, attempt: Attempt, failure: Failure) -> Decision:
