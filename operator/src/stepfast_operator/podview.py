@@ -40,11 +40,13 @@ class PodView:
     node: str | None
     phase: str
     reason: str
+    message: str
     conditions: tuple[tuple[str, str, str, str], ...]  # type, status, reason, message
     created_time: float
     deleted_time: float | None  # when somebody asked for its end
     waiting: str  # why its container has not started
     termination: Termination | None
+    other_failure: str = ""  # how a container beside the trainer's failed, or one before it
 
     @property
     def key(self) -> tuple[str, str]:
@@ -102,10 +104,10 @@ def pod_of(pod: JSON) -> PodView | None:
         job, job_uid, run = marks[labels.JOB], marks[labels.JOB_UID], notes[labels.RUN]
     except (KeyError, ValueError):
         return None
-    container: JSON = next(
-        (one for one in status.get("containerStatuses") or () if one["name"] == labels.CONTAINER), {}
-    )
-    state = container.get("state") or {}
+    containers, before = status.get("containerStatuses") or (), status.get("initContainerStatuses") or ()
+    ours: JSON = next((one for one in containers if one["name"] == labels.CONTAINER), {})
+    others = [*before, *(one for one in containers if one is not ours)]
+    state = ours.get("state") or {}
     return PodView(
         namespace=metadata["namespace"],
         name=metadata["name"],
@@ -118,11 +120,13 @@ def pod_of(pod: JSON) -> PodView | None:
         node=(pod.get("spec") or {}).get("nodeName"),
         phase=status.get("phase") or "Pending",
         reason=status.get("reason") or "",
+        message=status.get("message") or "",
         conditions=_conditions(status),
         created_time=_time(metadata.get("creationTimestamp")) or 0.0,
         deleted_time=_deleted_time(metadata),
-        waiting=_waiting(state),
+        waiting=_waiting_before(before) or _waiting(state),
         termination=_termination(state.get("terminated")),
+        other_failure=next(filter(None, map(_failed, others)), ""),
     )
 
 
@@ -178,6 +182,23 @@ def _conditions(status: JSON) -> tuple[tuple[str, str, str, str], ...]:
 def _waiting(state: JSON) -> str:
     waiting = state.get("waiting") or {}
     return f"{waiting.get('reason', '')}: {waiting.get('message', '')}".strip(": ")
+
+
+def _waiting_before(containers: Sequence[JSON]) -> str:
+    """Why a container that has to end, or to run, before the trainer's does not start."""
+    found = ((one["name"], _waiting(one.get("state") or {})) for one in containers)
+    # Those behind the one that is under way wait for their turn, and say no more than that.
+    told = ((name, text) for name, text in found if text and text != "PodInitializing")
+    return next((f"container {name}: {text}" for name, text in told), "")
+
+
+def _failed(container: JSON) -> str:
+    """How it failed; empty for one that did not."""
+    ended = _termination((container.get("state") or {}).get("terminated"))
+    if ended is None or ended.exit_code == 0:
+        return ""
+    text = f"container {container['name']} ended with exit code {ended.exit_code} ({ended.reason})"
+    return f"{text}: {ended.message.strip()}" if ended.message.strip() else text
 
 
 def _termination(terminated: JSON) -> Termination | None:

@@ -19,7 +19,11 @@ _PHASES = {
     "Succeeded": WorkerPhase.SUCCEEDED,
     "Failed": WorkerPhase.FAILED,
 }
+# Reasons of a pod that the kubelet ended for the node's sake.
+_TAKEN_AWAY = frozenset({"Evicted", "Preempting", "Terminated", "NodeShutdown"})
 _MESSAGE_CHARACTERS = 1000
+_EXIT_CODES = range(256)
+_CLOCK_SKEW_SECONDS = 300.0  # between a node and us
 
 
 def workers_of(
@@ -48,7 +52,7 @@ def _worker(
     phase = _PHASES.get(pod.phase, WorkerPhase.RUNNING)
     failure = _ended(pod, now) if phase is not WorkerPhase.SUCCEEDED else None
     if failure is None and pod.is_alive and not is_stopping:
-        failure = _lost(pod, node, now) or _deleted(pod)
+        failure = _lost(pod, node, now) or _deleted(pod, now)
     return Worker(
         index=index,
         node=pod.node or pod.name,
@@ -62,31 +66,48 @@ def _worker(
 def _ended(pod: PodView, now: float) -> Failure | None:
     """The container's end, as its launcher tells it, or as the kubelet does."""
     ended = pod.termination
-    if ended is None and pod.phase != "Failed":
+    is_failed = ended is not None and ended.exit_code != 0
+    if not is_failed and pod.phase != "Failed":
         return None
-    if ended is not None and ended.exit_code == 0 and pod.phase != "Failed":
-        return None
-    if pod.has_condition(_DISRUPTION) or pod.reason in ("Evicted", "Preempting", "Terminated", "NodeShutdown"):
+    if pod.has_condition(_DISRUPTION) or pod.reason in _TAKEN_AWAY:
         return _disrupted(pod, (ended.finished_time if ended is not None else None) or now)
-    if ended is None:
-        return _failure(pod, Cause.WORKER_FAILED, now, message=pod.reason or "the pod failed")
+    if ended is None or not is_failed:
+        said = f"{pod.reason or 'the pod failed'}: {pod.message}".rstrip(": ")
+        return _failure(pod, Cause.WORKER_FAILED, now, message=pod.other_failure or said)
+    return _told(pod, ended, now)
+
+
+def _told(pod: PodView, ended: Termination, now: float) -> Failure:
+    """What the launcher wrote of the first rank that failed, with what it cannot know: that the kernel was out of
+    memory.
+    """
     said = _said(ended)
-    when = said.get("time") if isinstance(said.get("time"), int | float) else ended.finished_time
     rank, code = said.get("rank"), said.get("exitCode")
-    is_rank = isinstance(code, int) and code != 0 and isinstance(rank, int)
+    is_rank = code != 0 and isinstance(rank, int)
     cause = Cause.RANK_FAILED if is_rank else Cause.WORKER_FAILED
     if ended.reason == _OOM:
         cause = Cause.OOM_KILLED
-    message = str(said.get("message") or "") if said else ended.message.strip()[-_MESSAGE_CHARACTERS:]
     return _failure(
         pod,
         cause,
-        float(when) if when is not None else now,
+        _time_of(said, pod, now) or ended.finished_time or now,
         rank=rank if is_rank else None,
         exit_code=code if is_rank else ended.exit_code,
         reason=ended.reason or None,
-        message=message or f"its launcher ended with exit code {ended.exit_code}",
+        message=_words_of(said, ended) or f"its launcher ended with exit code {ended.exit_code}",
     )
+
+
+def _words_of(said: Mapping[str, JSON], ended: Termination) -> str:
+    return str(said.get("message") or "") if said else ended.message.strip()
+
+
+def _time_of(said: Mapping[str, JSON], pod: PodView, now: float) -> float | None:
+    """The launcher's time, finer than the kubelet's. The file is the tenant's: a time that cannot be is none."""
+    time = said.get("time")
+    if isinstance(time, bool) or not isinstance(time, int | float):
+        return None
+    return float(time) if pod.created_time <= time <= now + _CLOCK_SKEW_SECONDS else None
 
 
 def _lost(pod: PodView, node: NodeView | None, now: float) -> Failure | None:
@@ -99,9 +120,9 @@ def _lost(pod: PodView, node: NodeView | None, now: float) -> Failure | None:
     return _failure(pod, Cause.NODE_LOST, since, message=f"node {pod.node} is not ready ({node.ready_message})")
 
 
-def _deleted(pod: PodView) -> Failure | None:
+def _deleted(pod: PodView, now: float) -> Failure | None:
     if pod.has_condition(_DISRUPTION):
-        return _disrupted(pod, pod.deleted_time or pod.created_time)
+        return _disrupted(pod, pod.deleted_time or now)
     if pod.deleted_time is None:
         return None
     return _failure(pod, Cause.POD_DELETED, pod.deleted_time, message="somebody deleted the pod")
@@ -110,7 +131,7 @@ def _deleted(pod: PodView) -> Failure | None:
 def _disrupted(pod: PodView, when: float) -> Failure:
     condition = pod.condition(_DISRUPTION)
     reason = condition[2] if condition is not None else pod.reason
-    message = condition[3] if condition is not None else "the kubelet ended the pod"
+    message = condition[3] if condition is not None else pod.message or "the kubelet ended the pod"
     return _failure(pod, Cause.POD_EVICTED, when, reason=reason, message=message)
 
 
@@ -133,17 +154,20 @@ def _failure(
         exit_code=exit_code,
         reason=reason or pod.reason or None,
         pod_conditions=tuple((kind, status) for kind, status, _, _ in pod.conditions),
-        message=message,
+        message=message[-_MESSAGE_CHARACTERS:],
     )
 
 
 def _said(ended: Termination) -> Mapping[str, JSON]:
-    """What the launcher wrote into the termination log; empty for a container that has none of ours."""
+    """What the launcher wrote into the termination log; empty for a container whose log has it not, even if that
+    ends with JSON of its own.
+    """
     try:
         said = json.loads(ended.message)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    code = said.get("exitCode") if isinstance(said, dict) else None
+    return said if isinstance(code, int) and code in _EXIT_CODES else {}
 
 
 def _pending(pod: PodView) -> str:

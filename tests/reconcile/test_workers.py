@@ -1,0 +1,437 @@
+"""How pods stand, from the API server's JSON to the workers of a decision: every way to end, and not to begin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from stepfast.step import JobKey
+from stepfast_operator import labels
+from stepfast_operator.document import JSON
+from stepfast_operator.observed import Failure, Worker, WorkerPhase
+from stepfast_operator.podview import NodeView, PodView, agent_of, node_of, pod_of, report_of
+from stepfast_operator.record import Cause
+from stepfast_operator.workers import previous_nodes, workers_of
+
+NOW = 1_767_225_600.0  # 2026-01-01T00:00:00Z
+FAILED, RUNNING, PENDING, SUCCEEDED = (
+    WorkerPhase.FAILED,
+    WorkerPhase.RUNNING,
+    WorkerPhase.PENDING,
+    WorkerPhase.SUCCEEDED,
+)
+READY = NodeView(name="node-a", not_ready_time=None)
+
+
+def pod_json(*, metadata: Mapping[str, Any] | None = None, node: str | None = "node-a", **status: Any) -> JSON:
+    """A pod of a gang as the API server tells of it."""
+    marks = {
+        labels.JOB: "gpt", labels.JOB_UID: "uid", labels.ATTEMPT: "2", labels.NODE_INDEX: "0",
+        labels.MANAGED_BY: labels.OPERATOR,
+    }  # fmt: skip
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "gpt-2-0", "namespace": "ml", "uid": "p-0", "resourceVersion": "10",
+            "creationTimestamp": "2025-12-31T23:00:00Z", "labels": marks, "annotations": {labels.RUN: "uid-2"},
+            **(metadata or {}),
+        },
+        "spec": {"containers": [{"name": "node"}], **({} if node is None else {"nodeName": node})},
+        "status": status,
+    }  # fmt: skip
+
+
+def container(name: str = "node", **state: Any) -> JSON:
+    return {"name": name, "state": state, "ready": "running" in state, "restartCount": 0}
+
+
+def ended(exit_code: int, reason: str = "Error", message: str = "", name: str = "node") -> JSON:
+    terminated = {"exitCode": exit_code, "reason": reason, "finishedAt": "2025-12-31T23:59:50Z", "message": message}
+    return container(name, terminated=terminated)
+
+
+def condition(kind: str, status: str = "True", reason: str = "", message: str = "") -> JSON:
+    return {"type": kind, "status": status, "reason": reason, "message": message}
+
+
+def view(document: JSON) -> PodView:
+    pod = pod_of(document)
+    assert pod is not None
+    return pod
+
+
+def worker_of(document: JSON, node: NodeView | None = READY, *, is_stopping: bool = False) -> Worker:
+    return workers_of([view(document)], 1, lambda _: node, now=NOW, is_stopping=is_stopping)[0]
+
+
+def failure_of(document: JSON, node: NodeView | None = READY) -> Failure:
+    failure = worker_of(document, node).failure
+    assert failure is not None
+    return failure
+
+
+def launcher(**said: Any) -> str:
+    return json.dumps({"rank": 3, "localRank": 1, "exitCode": 139, "message": "killed by SIGSEGV", **said})
+
+
+UNSCHEDULABLE = pod_json(
+    node=None,
+    phase="Pending",
+    conditions=[condition("PodScheduled", "False", "Unschedulable", "0/3 nodes are available: 3 Insufficient gpu.")],
+)
+PULLING = pod_json(
+    phase="Pending",
+    conditions=[condition("PodScheduled")],
+    containerStatuses=[container(waiting={"reason": "ImagePullBackOff", "message": "no such image"})],
+)
+PREPARING = pod_json(
+    phase="Pending",
+    initContainerStatuses=[container("data", waiting={"reason": "ErrImagePull", "message": "no such image"})],
+    containerStatuses=[container(waiting={"reason": "PodInitializing"})],
+)
+ALIVE = pod_json(phase="Running", containerStatuses=[container(running={"startedAt": "2025-12-31T23:00:05Z"})])
+GONE_WELL = pod_json(phase="Succeeded", containerStatuses=[ended(0, "Completed", '{"exitCode": 0}')])
+DELETED = pod_json(
+    metadata={"deletionTimestamp": "2025-12-31T23:59:40Z", "deletionGracePeriodSeconds": 30},
+    phase="Running",
+    containerStatuses=[container(running={})],
+)
+
+
+@pytest.mark.parametrize(
+    ("pod", "phase", "message"),
+    [
+        pytest.param(
+            UNSCHEDULABLE,
+            PENDING,
+            "gpt-2-0: Unschedulable: 0/3 nodes are available: 3 Insufficient gpu.",
+            id="unschedulable",
+        ),
+        pytest.param(PULLING, PENDING, "gpt-2-0: ImagePullBackOff: no such image", id="image pull"),
+        pytest.param(PREPARING, PENDING, "gpt-2-0: container data: ErrImagePull: no such image", id="init container"),
+        pytest.param(pod_json(phase="Pending"), PENDING, "gpt-2-0", id="nothing known yet"),
+        pytest.param(pod_json(), PENDING, "gpt-2-0", id="without a status"),
+        pytest.param(ALIVE, RUNNING, "", id="running"),
+        pytest.param(pod_json(phase="Unknown"), RUNNING, "", id="unknown counts as running"),
+        pytest.param(GONE_WELL, SUCCEEDED, "", id="succeeded"),
+        pytest.param(
+            pod_json(phase="Running", containerStatuses=[ended(0, "Completed"), container("logs", running={})]),
+            RUNNING,
+            "",
+            id="trainer done, another container runs",
+        ),
+    ],
+)
+def test_pod_that_has_not_failed(pod: JSON, phase: WorkerPhase, message: str) -> None:
+    worker = worker_of(pod)
+    assert (worker.phase, worker.message, worker.failure) == (phase, message, None)
+    assert (worker.index, worker.pod) == (0, "gpt-2-0")
+
+
+@pytest.mark.parametrize(
+    ("pod", "cause", "exit_code", "rank", "message"),
+    [
+        pytest.param(
+            pod_json(phase="Failed", containerStatuses=[ended(139, message=launcher())]),
+            Cause.RANK_FAILED, 139, 3, "killed by SIGSEGV", id="launcher's report",
+        ),
+        pytest.param(
+            pod_json(phase="Running", containerStatuses=[ended(1, message=launcher(exitCode=1, message="no"))]),
+            Cause.RANK_FAILED, 1, 3, "no", id="before the pod's phase says so",
+        ),
+        pytest.param(
+            pod_json(phase="Failed", containerStatuses=[ended(1, message='{"exitCode": 1, "message": "no peer"}')]),
+            Cause.WORKER_FAILED, 1, None, "no peer", id="launcher without a rank",
+        ),
+        pytest.param(
+            pod_json(phase="Failed", containerStatuses=[ended(2, message="Traceback\nValueError: x\n")]),
+            Cause.WORKER_FAILED, 2, None, "Traceback\nValueError: x", id="plain exit code with the log's end",
+        ),
+        pytest.param(
+            pod_json(phase="Failed", containerStatuses=[ended(2, message='{"loss": 3.5, "exitCode": "x"}')]),
+            Cause.WORKER_FAILED, 2, None, '{"loss": 3.5, "exitCode": "x"}', id="a log whose end is JSON",
+        ),
+        pytest.param(
+            pod_json(phase="Failed", containerStatuses=[ended(3)]),
+            Cause.WORKER_FAILED, 3, None, "its launcher ended with exit code 3", id="exit code alone",
+        ),
+        pytest.param(
+            pod_json(phase="Failed", containerStatuses=[ended(137, "OOMKilled")]),
+            Cause.OOM_KILLED, 137, None, "its launcher ended with exit code 137", id="OOMKilled",
+        ),
+        pytest.param(
+            pod_json(phase="Failed", containerStatuses=[ended(137, "OOMKilled", launcher(exitCode=137))]),
+            Cause.OOM_KILLED, 137, 3, "killed by SIGSEGV", id="OOMKilled with a report",
+        ),
+        pytest.param(
+            pod_json(phase="Failed", reason="UnexpectedAdmissionError", message="no device left"),
+            Cause.WORKER_FAILED, None, None, "UnexpectedAdmissionError: no device left", id="refused by the kubelet",
+        ),
+        pytest.param(
+            pod_json(phase="Failed", containerStatuses=[ended(0, "Completed"), ended(4, name="logs")]),
+            Cause.WORKER_FAILED, None, None, "container logs ended with exit code 4 (Error)", id="another container",
+        ),
+        pytest.param(
+            pod_json(
+                phase="Failed", initContainerStatuses=[ended(5, name="data", message="no disk\n")],
+                containerStatuses=[container(waiting={"reason": "PodInitializing"})],
+            ),
+            Cause.WORKER_FAILED, None, None, "container data ended with exit code 5 (Error): no disk",
+            id="init container",
+        ),
+    ],
+)  # fmt: skip
+def test_pod_that_failed(pod: JSON, cause: Cause, exit_code: int | None, rank: int | None, message: str) -> None:
+    failure = failure_of(pod)
+    assert (failure.cause, failure.exit_code, failure.rank) == (cause, exit_code, rank)
+    assert failure.message == message
+    assert (failure.node, failure.pod) == ("node-a", "gpt-2-0")
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason", "message"),
+    [
+        pytest.param(
+            pod_json(phase="Failed", reason="Evicted", message="The node was low on memory", containerStatuses=[]),
+            "Evicted", "The node was low on memory", id="kubelet's eviction",
+        ),
+        pytest.param(
+            pod_json(
+                phase="Failed", conditions=[condition("DisruptionTarget", "True", "PreemptionByScheduler", "for x")],
+                containerStatuses=[ended(143)],
+            ),
+            "PreemptionByScheduler", "for x", id="preempted",
+        ),
+        pytest.param(
+            pod_json(phase="Failed", reason="Terminated", message="node shutdown", containerStatuses=[ended(143)]),
+            "Terminated", "node shutdown", id="node shutdown",
+        ),
+        pytest.param(
+            pod_json(
+                metadata={"deletionTimestamp": "2026-01-01T00:00:20Z", "deletionGracePeriodSeconds": 30},
+                phase="Running", conditions=[condition("DisruptionTarget", "True", "EvictionByEvictionAPI", "drained")],
+                containerStatuses=[container(running={})],
+            ),
+            "EvictionByEvictionAPI", "drained", id="drained, still ending",
+        ),
+    ],
+)  # fmt: skip
+def test_pod_that_was_taken_away(pod: JSON, reason: str, message: str) -> None:
+    failure = failure_of(pod)
+    assert (failure.cause, failure.reason, failure.message) == (Cause.POD_EVICTED, reason, message)
+    assert abs(failure.time - NOW) <= 10
+
+
+def test_disruption_that_has_not_deleted_the_pod_yet_is_dated_now_and_not_when_the_pod_was_made() -> None:
+    pod = pod_json(phase="Running", conditions=[condition("DisruptionTarget", "True", "DeletionByTaintManager")])
+    failure = failure_of(pod)
+    assert (failure.cause, failure.time) == (Cause.POD_EVICTED, NOW)
+
+
+def test_condition_that_does_not_hold_is_no_disruption() -> None:
+    pod = pod_json(phase="Running", conditions=[condition("DisruptionTarget", "False")])
+    assert worker_of(pod).failure is None
+
+
+def test_deleted_pod_has_failed_when_somebody_asked_for_its_end() -> None:
+    failure = failure_of(DELETED)
+    assert (failure.cause, failure.time) == (Cause.POD_DELETED, NOW - 50)
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (None, "node node-a is gone"),
+        (
+            NodeView(name="node-a", not_ready_time=NOW - 7, ready_message="NodeStatusUnknown: no word"),
+            "node node-a is not ready (NodeStatusUnknown: no word)",
+        ),
+    ],
+    ids=["gone", "NotReady"],
+)
+@pytest.mark.parametrize("pod", [ALIVE, DELETED, PULLING], ids=["running", "deleted", "pending"])
+def test_pod_of_a_lost_node_is_lost(pod: JSON, node: NodeView | None, message: str) -> None:
+    failure = failure_of(pod, node)
+    assert (failure.cause, failure.message) == (Cause.NODE_LOST, message)
+
+
+@pytest.mark.parametrize("pod", [GONE_WELL, pod_json(phase="Succeeded")], ids=["with its status", "without"])
+def test_pod_that_succeeded_is_not_lost_with_its_node(pod: JSON) -> None:
+    assert worker_of(pod, None).failure is None
+
+
+def test_failure_before_the_node_was_lost_is_the_failure() -> None:
+    pod = pod_json(phase="Failed", containerStatuses=[ended(9)])
+    assert failure_of(pod, None).exit_code == 9
+
+
+def test_missing_pods_were_deleted() -> None:
+    other = pod_json(phase="Running", containerStatuses=[container(running={})])
+    first, missing = workers_of([view(other)], 2, lambda _: READY, now=NOW, is_stopping=False)
+    assert (first.phase, first.failure) == (RUNNING, None)
+    assert missing.phase is FAILED
+    assert missing.failure is not None
+    assert (missing.failure.cause, missing.failure.time) == (Cause.POD_DELETED, NOW)
+
+
+@pytest.mark.parametrize("pod", [ALIVE, DELETED], ids=["running", "asked to end"])
+@pytest.mark.parametrize("node", [READY, None], ids=["node ready", "node gone"])
+def test_gang_that_was_asked_to_end_does_not_fail_by_ending(pod: JSON, node: NodeView | None) -> None:
+    assert worker_of(pod, node, is_stopping=True).failure is None
+    missing = workers_of([], 1, lambda _: node, now=NOW, is_stopping=True)[0]
+    assert (missing.phase, missing.failure) == (FAILED, None)
+
+
+def test_rank_that_fails_while_the_gang_ends_is_told() -> None:
+    pod = pod_json(phase="Failed", containerStatuses=[ended(139, message=launcher())])
+    failure = worker_of(pod, is_stopping=True).failure
+    assert failure is not None
+    assert failure.exit_code == 139
+
+
+def test_failure_carries_what_rules_look_at() -> None:
+    conditions = [condition("Ready", "False"), condition("PodScheduled")]
+    failure = failure_of(pod_json(phase="Failed", conditions=conditions, containerStatuses=[ended(1)]))
+    assert failure.pod_conditions == (("Ready", "False"), ("PodScheduled", "True"))
+    assert failure.reason == "Error"
+
+
+@pytest.mark.parametrize("time", ["yesterday", float("nan"), 1e300, -5, True, None, NOW + 86_400, []])
+def test_time_that_the_pod_cannot_know_is_not_believed(time: object) -> None:
+    """The termination log is a tenant's file: whatever is in it, a decision gets a time that a status can hold."""
+    failure = failure_of(pod_json(phase="Failed", containerStatuses=[ended(1, message=launcher(time=time))]))
+    assert failure.time == NOW - 10
+
+
+def test_time_of_the_launcher_is_finer_than_the_kubelets() -> None:
+    message = launcher(time=NOW - 10.75)
+    assert failure_of(pod_json(phase="Failed", containerStatuses=[ended(1, message=message)])).time == NOW - 10.75
+
+
+@pytest.mark.parametrize(
+    "message", ["[]", "3", "null", '{"rank": "a"}', '{"rank": 1, "exitCode": 10000000000000000000000}', "{", "\x00"]
+)
+def test_any_termination_message_makes_a_failure(message: str) -> None:
+    assert failure_of(pod_json(phase="Failed", containerStatuses=[ended(1, message=message)])).exit_code is not None
+
+
+def test_long_messages_are_cut() -> None:
+    failure = failure_of(pod_json(phase="Failed", containerStatuses=[ended(1, message=launcher(message="x" * 9000))]))
+    assert len(failure.message) <= 1000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"labels": {}},
+        {"labels": None, "annotations": None},
+        {"annotations": {}},
+        {"labels": {labels.JOB: "gpt", labels.JOB_UID: "u", labels.ATTEMPT: "two", labels.NODE_INDEX: "0"}},
+    ],
+    ids=["no labels", "nothing", "no run", "attempt is no number"],
+)
+def test_pod_that_is_no_gangs_is_none(change: Mapping[str, Any]) -> None:
+    assert pod_of(pod_json(metadata=change)) is None
+
+
+def test_pod_is_read_whole() -> None:
+    pod = view(DELETED)
+    assert (pod.key, pod.job, pod.job_uid, pod.run, pod.attempt, pod.index) == (
+        ("ml", "gpt-2-0"), "gpt", "uid", "uid-2", 2, 0
+    )  # fmt: skip
+    assert (pod.created_time, pod.deleted_time, pod.is_alive) == (NOW - 3600, NOW - 50, True)
+    assert not view(GONE_WELL).is_alive
+    assert not view(pod_json(phase="Failed")).is_alive
+
+
+@pytest.mark.parametrize(
+    ("conditions", "since", "message"),
+    [
+        ([condition("Ready")], None, ""),
+        (
+            [{**condition("Ready", "Unknown", "NodeStatusUnknown", "m"), "lastTransitionTime": "2026-01-01T00:00:00Z"}],
+            NOW,
+            "NodeStatusUnknown: m",
+        ),
+        ([{**condition("Ready", "False"), "lastTransitionTime": "2026-01-01T00:00:00Z"}], NOW, ""),
+        ([condition("DiskPressure", "False")], 0.0, "NotReady"),
+        (None, 0.0, "NotReady"),
+    ],
+    ids=["ready", "unknown", "not ready", "never said", "new"],
+)
+def test_node(conditions: Any, since: float | None, message: str) -> None:
+    node = node_of({"metadata": {"name": "node-a"}, "status": {"conditions": conditions}})
+    assert (node.not_ready_time, node.ready_message) == (since, message)
+
+
+@pytest.mark.parametrize(
+    ("status", "generation"),
+    [({}, 0), (None, 0), ({"observedGeneration": 3, "jobs": [{"name": "x"}]}, 3), ({"jobs": "none"}, 0)],
+    ids=["empty", "none", "half a job", "no list"],
+)
+def test_report_that_makes_no_sense_reports_nothing(status: Any, generation: int) -> None:
+    report = report_of({"metadata": {"name": "node-a", "generation": 4}, "status": status})
+    assert (report.node, report.generation, report.observed_generation, report.jobs) == ("node-a", 4, generation, ())
+
+
+def test_report_is_read_with_its_requests() -> None:
+    request = {"namespace": "ml", "name": "gpt", "run": "uid-2", "action": "Flush"}
+    job = {
+        "namespace": "ml", "name": "gpt", "run": "uid-2", "worldSize": 1, "pendingBytes": 0, "pendingSteps": [5],
+        "ranks": [], "saves": {},
+    }  # fmt: skip
+    memory = {"limitBytes": 10, "usedBytes": 1}
+    status = {"observedGeneration": 2, "memory": memory, "jobs": [job], "conditions": []}
+    document = {"metadata": {"name": "n", "generation": 2}, "spec": {"requests": [request]}, "status": status}
+    report = report_of(document)
+    assert report.requests == (request,)
+    assert [(one.job, one.run, tuple(one.pending_steps)) for one in report.jobs] == [
+        (JobKey(namespace="ml", name="gpt"), "uid-2", (5,))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "deleted", "is_ready"),
+    [
+        ([condition("Ready")], None, True),
+        ([condition("Ready", "False")], None, False),
+        (None, None, False),
+        ([condition("Ready")], "2026-01-01T00:00:00Z", False),
+    ],
+    ids=["ready", "not ready", "new", "on its way out"],
+)
+def test_agent(conditions: Any, deleted: str | None, is_ready: bool) -> None:
+    metadata = {"name": "stepfast-agent-x", **({"deletionTimestamp": deleted} if deleted else {})}
+    agent = agent_of({"metadata": metadata, "spec": {"nodeName": "n"}, "status": {"conditions": conditions}})
+    assert (agent.pod, agent.node, agent.is_ready) == ("stepfast-agent-x", "n", is_ready)
+
+
+def gang_pod(attempt: int, index: int, node: str | None) -> PodView:
+    marks = {labels.JOB: "gpt", labels.JOB_UID: "uid", labels.ATTEMPT: str(attempt), labels.NODE_INDEX: str(index)}
+    return view(pod_json(metadata={"labels": marks, "name": labels.pod_name("gpt", attempt, index)}, node=node))
+
+
+@pytest.mark.parametrize(
+    ("pods", "attempt", "expected"),
+    [
+        ([], 1, {}),
+        ([gang_pod(1, 0, "a"), gang_pod(1, 1, "b")], 2, {0: "a", 1: "b"}),
+        ([gang_pod(1, 0, "a"), gang_pod(2, 0, "b"), gang_pod(2, 1, None)], 3, {0: "b"}),
+        ([gang_pod(2, 0, "a")], 2, {}),
+    ],
+    ids=["first attempt", "both pods", "the newest before, where it ran", "not its own"],
+)
+def test_pods_come_back_to_where_the_attempt_before_ran(
+    pods: list[PodView], attempt: int, expected: dict[int, str]
+) -> None:
+    assert previous_nodes(pods, attempt) == expected
+
+
+@pytest.mark.parametrize("lookup", [lambda _: READY, lambda _: None], ids=["ready", "unknown"])
+def test_pod_that_runs_nowhere_is_on_no_lost_node(lookup: Callable[[str], NodeView | None]) -> None:
+    worker = workers_of([view(UNSCHEDULABLE)], 1, lookup, now=NOW, is_stopping=False)[0]
+    assert (worker.failure, worker.node) == (None, "gpt-2-0")
