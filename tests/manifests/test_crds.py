@@ -24,7 +24,7 @@ from stepfast.slot import CONTROL_BYTES
 from stepfast.step import JobKey, Tier
 from stepfast_operator import torchrunoptions
 from stepfast_operator.document import camel, decode
-from stepfast_operator.podtemplate import EnvVar, parse_env, parse_object, parse_resources
+from stepfast_operator.podtemplate import EnvVar, parse_env, parse_pod_spec, parse_resources
 from stepfast_operator.quantities import parse_processes, parse_quantity, parse_strings
 from stepfast_operator.record import MAX_RECOVERIES, ConditionType, State, Status
 from stepfast_operator.spec import (
@@ -57,7 +57,7 @@ PARSED: dict[Any, dict[str, Any]] = {
     parse_quantity: INT_OR_STRING,
     parse_processes: INT_OR_STRING,
     parse_resources: {"type": "object", "properties": {"limits": QUANTITIES, "requests": QUANTITIES}},
-    parse_object: {
+    parse_pod_spec: {
         "type": "object",
         "additionalProperties": {"x-kubernetes-preserve-unknown-fields": True, "nullable": True},
     },

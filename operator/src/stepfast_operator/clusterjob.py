@@ -8,7 +8,7 @@ from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.document import JSON, decode
 from stepfast_operator.record import Status
-from stepfast_operator.spec import TrainingJob, TrainingSpec, parse_manifest
+from stepfast_operator.spec import Trainer, TrainingJob, TrainingSpec, parse_manifest
 
 MANAGER = f"{labels.PREFIX}/operator"
 
@@ -55,15 +55,27 @@ def job_key_of(document: JSON) -> JobKey:
 
 def parse_job(document: JSON) -> ClusterJob:
     """Raises SpecError naming a field that the API server let pass."""
+    notes = document["metadata"].get("annotations") or {}
+    manifest = parse_manifest(document, default_namespace=document["metadata"]["namespace"])
+    return _job_of(document, replace(manifest, command=notes.get(labels.RESUME_REQUEST)))
+
+
+def unreadable_job(document: JSON) -> ClusterJob:
+    """The job of a document that `parse_job` refuses, with a spec that nothing is launched from: what was launched of
+    it can be ended, and it can go.
+    """
+    nothing = TrainingSpec(trainer=Trainer(command=("false",)))
+    return _job_of(document, TrainingJob(job=job_key_of(document), spec=nothing))
+
+
+def _job_of(document: JSON, manifest: TrainingJob) -> ClusterJob:
     metadata = document["metadata"]
-    notes = metadata.get("annotations") or {}
-    manifest = parse_manifest(document, default_namespace=metadata["namespace"])
     return ClusterJob(
-        manifest=replace(manifest, command=notes.get(labels.RESUME_REQUEST)),
+        manifest=manifest,
         uid=metadata["uid"],
         generation=int(metadata.get("generation") or 0),
         is_deleted=bool(metadata.get("deletionTimestamp")),
-        launched=notes.get(labels.LAUNCHED),
+        launched=(metadata.get("annotations") or {}).get(labels.LAUNCHED),
         finalizers=tuple(metadata.get("finalizers") or ()),
     )
 

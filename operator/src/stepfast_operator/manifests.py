@@ -7,10 +7,10 @@ policy, the volume with the agent's socket, torchrun's and Stepfast's own variab
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stepfast.errors import SpecError
 from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.actions import LaunchGang
@@ -26,6 +26,10 @@ _GPUS = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/i915")
 _SPOT = "kubernetes.azure.com/scalesetpriority"
 _HOSTNAME = "kubernetes.io/hostname"
 _LAUNCHER = "stepfast.launcher"
+_TERMINATION_LOG = "/dev/termination-log"
+# What the restricted Pod Security Standard asks for, beside a user that is not root: that the image says.
+_POD_SECURITY = {"seccompProfile": {"type": "RuntimeDefault"}}
+_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +52,29 @@ class Owner:
 
 
 def processes_per_node(spec: TrainingSpec) -> int:
-    """`numProcPerNode`; auto is one per GPU that a node's pod asks for, one without."""
+    """`numProcPerNode`; auto is one per GPU that a node's pod asks for, one without. Raises SpecError."""
     if spec.trainer.num_proc_per_node is not None:
         return spec.trainer.num_proc_per_node
-    resources: Mapping[str, Mapping[str, JSON]] = spec.trainer.resources_per_node
-    limits = resources.get("limits") or {}
-    return max(1, sum(int(limits.get(name) or 0) for name in _GPUS))
+    limits = _resources(_trainer_of(spec.template.spec), spec).get("limits") or {}
+    return max(1, sum(_count(name, limits.get(name)) for name in _GPUS))
+
+
+def _count(name: str, amount: JSON) -> int:
+    try:
+        return int(amount or 0)
+    except (TypeError, ValueError):
+        message = f"{amount!r} is no number of GPUs: write a whole one, or set numProcPerNode"
+        raise SpecError(f"spec.trainer.resourcesPerNode.limits.{name}", message) from None
+
+
+def _resources(container: JSON, spec: TrainingSpec) -> Mapping[str, JSON]:
+    """What the trainer's container gets: the trainer's `resourcesPerNode`, else the template's."""
+    return spec.trainer.resources_per_node or container.get("resources") or {}
+
+
+def _trainer_of(template: Mapping[str, JSON]) -> JSON:
+    """The trainer's container in the template."""
+    return next((one for one in template.get("containers") or () if one["name"] == labels.CONTAINER), {})
 
 
 def service_of(owner: Owner) -> JSON:
@@ -82,19 +103,17 @@ def pod_of(
     """The pod of that node index. `preferred_node` is where its predecessor ran: its slots are there."""
     template: dict[str, JSON] = copy.deepcopy(dict(spec.template.spec))
     job, metadata = owner.job, spec.template.metadata
-    containers: list[JSON] = template.get("containers") or []
-    ours: JSON = next((one for one in containers if one.get("name") == labels.CONTAINER), {})
-    others = [one for one in containers if one.get("name") != labels.CONTAINER]
+    others = _without(template.get("containers") or (), labels.CONTAINER)
     variables = environment(owner, spec, launch, index, storage_uri=storage_uri)
     pod: dict[str, JSON] = {
-        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         **template,
+        "securityContext": {**_POD_SECURITY, **(template.get("securityContext") or {})},
         "restartPolicy": "Never",
         "hostname": hostname(launch.attempt, index),
         "subdomain": job.name,
-        "containers": [_container(ours, spec, variables), *others],
+        "containers": [_container(_trainer_of(template), spec, variables), *others],
         "volumes": [*_without(template.get("volumes") or (), _VOLUME), _volume(spec, job, launch.run)],
         "affinity": _affinity(template.get("affinity") or {}, owner, preferred_node),
     }
@@ -158,7 +177,7 @@ def environment(
         "STEPFAST_STORAGE_URI": storage_uri,
         "STEPFAST_MEMORY_BUFFER_SIZE": str(spec.checkpoint.memory.size_limit or 0),
         "STEPFAST_SETTINGS": settings_text(spec, node=index, ranks_per_agent=processes),
-        "STEPFAST_TERMINATION_LOG": "/dev/termination-log",
+        "STEPFAST_TERMINATION_LOG": _TERMINATION_LOG,
     }
     if spec.checkpoint.secret_ref is not None:
         # Nobody but the gang and its agents may read that storage: the ranks agree on the newest step themselves.
@@ -169,9 +188,10 @@ def environment(
 def _container(template: JSON, spec: TrainingSpec, variables: Mapping[str, str]) -> JSON:
     trainer = spec.trainer
     container: dict[str, JSON] = {
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **template,
+        "securityContext": _security(template.get("securityContext") or {}),
+        "terminationMessagePath": _TERMINATION_LOG,
         "name": labels.CONTAINER,
         "command": command_of(trainer.command, trainer.args),
         "env": _environment(template.get("env") or (), spec, variables),
@@ -185,12 +205,24 @@ def _container(template: JSON, spec: TrainingSpec, variables: Mapping[str, str])
         container["image"] = trainer.image
     if trainer.working_dir is not None:
         container["workingDir"] = trainer.working_dir
-    if trainer.resources_per_node:
-        container["resources"] = json.loads(json.dumps(trainer.resources_per_node))
+    resources = _resources(template, spec)
+    if resources:
+        container["resources"] = {kind: dict(amounts or {}) for kind, amounts in resources.items()}
     if spec.checkpoint.secret_ref is not None:
         secret = {"secretRef": {"name": spec.checkpoint.secret_ref.name}}
         container["envFrom"] = [*(template.get("envFrom") or ()), secret]
     return container
+
+
+def _security(template: Mapping[str, JSON]) -> JSON:
+    """The template's, with our defaults for what it leaves open. The API server takes no ban on privileges beside
+    what grants all of them.
+    """
+    granted = (template.get("capabilities") or {}).get("add") or ()
+    defaults = dict(_SECURITY)
+    if template.get("privileged") or not {"SYS_ADMIN", "CAP_SYS_ADMIN"}.isdisjoint(granted):
+        del defaults["allowPrivilegeEscalation"]
+    return {**defaults, **template}
 
 
 def command_of(command: Sequence[str], args: Sequence[str]) -> list[str]:
@@ -207,13 +239,16 @@ def command_of(command: Sequence[str], args: Sequence[str]) -> list[str]:
 
 
 def _environment(template: Sequence[JSON], spec: TrainingSpec, variables: Mapping[str, str]) -> list[JSON]:
-    """Later ones win: the template's, the trainer's, ours."""
+    """Later ones win: the template's, the trainer's, ours. Ours stand first, since `$(NAME)` is expanded out of what
+    stands before it.
+    """
     merged: dict[str, JSON] = {one["name"]: one for one in template}
     for variable in spec.trainer.env:
         value = {"value": variable.value} if variable.value_from is None else {"valueFrom": dict(variable.value_from)}
+        merged.pop(variable.name, None)
         merged[variable.name] = {"name": variable.name, **value}
-    merged.update({name: {"name": name, "value": value} for name, value in variables.items()})
-    return list(merged.values())
+    ours = [{"name": name, "value": value} for name, value in variables.items()]
+    return [*ours, *(one for name, one in merged.items() if name not in variables)]
 
 
 def _volume(spec: TrainingSpec, job: JobKey, run: str) -> JSON:
@@ -227,14 +262,15 @@ def _volume(spec: TrainingSpec, job: JobKey, run: str) -> JSON:
 def _affinity(template: JSON, owner: Owner, preferred_node: str | None) -> JSON:
     """A node holds one pod of a gang, as its name says, and rather that which it held before."""
     affinity = copy.deepcopy(dict(template))
-    apart = affinity.setdefault("podAntiAffinity", {})
+    apart = affinity["podAntiAffinity"] = affinity.get("podAntiAffinity") or {}
     apart["requiredDuringSchedulingIgnoredDuringExecution"] = [
         *(apart.get("requiredDuringSchedulingIgnoredDuringExecution") or ()),
         {"labelSelector": {"matchLabels": {labels.JOB_UID: owner.uid}}, "topologyKey": _HOSTNAME},
     ]
     if preferred_node is not None:
-        near = affinity.setdefault("nodeAffinity", {})
-        term = {"matchExpressions": [{"key": _HOSTNAME, "operator": "In", "values": [preferred_node]}]}
+        near = affinity["nodeAffinity"] = affinity.get("nodeAffinity") or {}
+        # By its name: the node's label kubernetes.io/hostname may be another.
+        term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [preferred_node]}]}
         near["preferredDuringSchedulingIgnoredDuringExecution"] = [
             *(near.get("preferredDuringSchedulingIgnoredDuringExecution") or ()), {"weight": 100, "preference": term}
         ]  # fmt: skip

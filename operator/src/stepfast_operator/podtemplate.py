@@ -7,7 +7,7 @@ pods are made.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stepfast.errors import SpecError
@@ -17,6 +17,11 @@ from stepfast_operator.quantities import parse_amount
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _ENV_FIELDS = frozenset({"name", "value", "valueFrom"})
 _RESOURCE_FIELDS = ("limits", "requests")
+# The lists in a pod's affinity that ours are added to.
+_AFFINITIES = {
+    "podAntiAffinity": "requiredDuringSchedulingIgnoredDuringExecution",
+    "nodeAffinity": "preferredDuringSchedulingIgnoredDuringExecution",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,51 @@ def parse_resources(value: JSON, path: str) -> Mapping[str, Mapping[str, str]]:
     return resources
 
 
+def parse_pod_spec(value: JSON, path: str) -> Mapping[str, JSON]:
+    """A pod's spec. What is merged with ours has the shape of a pod's; all else is the API server's to check. Raises
+    SpecError.
+    """
+    spec = parse_object(value, path)
+    for name in ("securityContext", "affinity"):
+        _check_object(spec, name, path)
+    for name, rules in _AFFINITIES.items():
+        _check_list(_check_object(spec.get("affinity"), name, f"{path}.affinity"), rules, f"{path}.affinity.{name}")
+    _check_list(spec, "tolerations", path)
+    _check_named(spec, "volumes", path)
+    for index, container in enumerate(_check_named(spec, "containers", path)):
+        where = f"{path}.containers[{index}]"
+        for name in ("env", "volumeMounts"):
+            _check_named(container, name, where)
+        _check_list(container, "envFrom", where)
+        for name in ("securityContext", "resources"):
+            _check_object(container, name, where)
+        _check_object(container.get("resources"), "limits", f"{where}.resources")
+        capabilities = _check_object(container.get("securityContext"), "capabilities", f"{where}.securityContext")
+        _check_list(capabilities, "add", f"{where}.securityContext.capabilities")
+    return spec
+
+
+def _check_object(holder: JSON, name: str, path: str) -> Mapping[str, JSON]:
+    """The object in that field; an empty one where there is none."""
+    value = (holder or {}).get(name)
+    return {} if value is None else parse_object(value, f"{path}.{name}")
+
+
+def _check_list(holder: JSON, name: str, path: str) -> Sequence[JSON]:
+    value = (holder or {}).get(name)
+    if value is not None and not isinstance(value, list | tuple):
+        raise SpecError(f"{path}.{name}", f"expected a list, not {value!r}")
+    return value or ()
+
+
+def _check_named(holder: JSON, name: str, path: str) -> Sequence[Mapping[str, JSON]]:
+    items = _check_list(holder, name, path)
+    for index, item in enumerate(items):
+        if not isinstance(item, Mapping) or not isinstance(item.get("name"), str):
+            raise SpecError(f"{path}.{name}[{index}]", f"expected an object with a name, not {item!r}")
+    return items
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodMetadata:
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -80,4 +130,4 @@ class PodTemplate:
     """A PodTemplateSpec, merged under what is ours; the trainer's container in it is named `node`."""
 
     metadata: PodMetadata = field(default_factory=PodMetadata)
-    spec: Mapping[str, JSON] = field(default_factory=dict, metadata={"parse": parse_object})
+    spec: Mapping[str, JSON] = field(default_factory=dict, metadata={"parse": parse_pod_spec})
