@@ -23,7 +23,7 @@ from testcrds.manifests import FULL, LEAST, full_job_status, full_node_status, l
 from testcrds.places import FOLDER, NAMES, mark, marks, messages, mistakes, places, schema_of
 from testcrds.rows import ACCEPTED, BAD_NAMES, CHANGES, FINISHED, REFUSED, REPORTS, RUNNING, STOPPED, SUSPENDED
 
-JOB = schema_of("trainingjobs")["properties"]
+JOB, NODE = (schema_of(name)["properties"] for name in NAMES)
 EXAMPLES = sorted(FOLDER.parent.glob("examples/*/job.yaml"))
 # An interval is text or an object, which rows by hand try.
 MISTAKES = [row for row in mistakes(FULL, JOB["spec"], "spec") if not row[0].startswith("spec.checkpoint.interval ")]
@@ -35,7 +35,6 @@ def installed(api_server: Any) -> Iterator[Any]:
     names = [f"{name}.stepfast.dev" for name in NAMES]
     before = api_server.kubectl("get", "crd", "-o", "name")
     api_server.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(FOLDER))
-    api_server.kubectl("wait", "--for=condition=Established", *(f"crd/{name}" for name in names))
     yield api_server
     new = [name for name in names if name not in before]
     if new:
@@ -46,7 +45,7 @@ def installed(api_server: Any) -> Iterator[Any]:
 def api(installed: Any) -> Iterator[Api]:
     api = Api(installed.kubeconfig, f"crds-{uuid.uuid4().hex[:8]}")
     for path in (api.jobs(), api.nodes()):
-        wait_until(f"{path} is served", lambda path=path: api.send("GET", path).status == 200)
+        wait_until(f"{path} is served", lambda path=path: api.send("GET", path).status == 200, seconds=60)
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": api.namespace}}
     assert api.send("POST", "/api/v1/namespaces", namespace).status == 201
     yield api
@@ -186,6 +185,8 @@ def test_a_checkpoint_node_has_two_writers(api: Api, request: pytest.FixtureRequ
     written = api.send("PUT", api.nodes(name, "status"), {**created.body, "status": status}, fieldValidation="Strict")
     assert written.status == 200, written.message
     assert written.body["status"] == status
+    reached = {mark(path) for path, _, _ in places(status, NODE["status"])}
+    assert set(marks(NODE["status"])) == reached - {"jobs.[].ranks.[].metrics.loss"}  # named by the user
     asked = {"requests": [{"namespace": "a", "name": "b", "run": "u-1", "action": word} for word in ("Flush", "Save")]}
     answer = api.send("PUT", api.nodes(name), {**written.body, "spec": asked, "status": {}}, fieldValidation="Strict")
     assert answer.status == 200, answer.message
@@ -242,7 +243,7 @@ def test_jobs_are_found_by_their_state(api: Api) -> None:
 @pytest.mark.parametrize("alias", ["tj", "tjob", "training"])
 def test_kubectl_knows_a_job_by_its_short_names(installed: Any, api: Api, alias: str) -> None:
     name = api.create(LEAST)
-    assert name in installed.kubectl("get", alias, "-n", api.namespace)
+    wait_until(f"{alias} is known", lambda: name in installed.kubectl("get", alias, "-n", api.namespace))
 
 
 @pytest.mark.parametrize(

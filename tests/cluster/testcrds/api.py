@@ -47,7 +47,9 @@ class Api:
             auth_settings=["BearerToken"],
         )
         response = self._client.call_api(*request, _request_timeout=TIMEOUT_SECONDS)
-        return Answer(status=response.status, body=json.loads(response.read()))
+        text = response.read().decode()
+        is_json = text.startswith("{")  # what is not served is told in plain text
+        return Answer(status=response.status, body=json.loads(text) if is_json else {"message": text})
 
     def jobs(self, name: str = "", part: str = "") -> str:
         return "/".join(filter(None, (self._root, "namespaces", self.namespace, "trainingjobs", name, part)))

@@ -7,10 +7,11 @@ from enum import StrEnum
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from stepfast.nodestatus import NodeStatus, to_document
-from stepfast_operator.document import encode, time_text
+from stepfast.nodestatus import NodeStatus
+from stepfast_operator.document import encode
 from stepfast_operator.record import Status
 from stepfast_operator.spec import API_VERSION, KIND
+from stepfast_sidecar.checkpointnode import status_document
 
 LEAST: dict[str, Any] = {"trainer": {"command": ["torchrun", "train.py"]}}
 FULL: dict[str, Any] = {
@@ -112,20 +113,12 @@ def full_job_status() -> dict[str, Any]:
 
 
 def full_node_status() -> dict[str, Any]:
-    document = to_document(full(NodeStatus))
-    del document["node"]
-    (job,) = document["jobs"]
-    (rank,) = job["ranks"]
-    rank["restoredTier"] = "None"
-    for dated in (job, rank):
-        for name in dated:
-            if name == "time" or name.endswith("Time"):
-                dated[name] = dated[name] if isinstance(dated[name], str) else time_text(dated[name])
-    condition = {
-        "type": "Ready", "status": "True", "reason": "Serving", "message": "", "lastTransitionTime": time_text(1.8e9),
-        "observedGeneration": 1,
-    }  # fmt: skip
-    return {**document, "conditions": [condition], "observedGeneration": 1}
+    """As an agent writes it."""
+    document = status_document(
+        full(NodeStatus), generation=1, is_ready=True, since=1.8e9, reason="Serving", message="it serves its node"
+    )
+    document["jobs"][0]["ranks"][0]["restoredTier"] = "None"
+    return document
 
 
 def full(kind: Any, name: str = "") -> Any:
