@@ -17,6 +17,7 @@ from testcluster.cluster import Cluster, check_machine
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testcluster.images import pause
 from testcluster.unavailable import Unavailable
+from testoperator.crds import install_crds
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +37,13 @@ def api_server() -> Iterator[KubernetesClient]:
             yield server
         finally:
             server.claim.release()
+
+
+@pytest.fixture(scope="session")
+def operator_api(api_server: KubernetesClient) -> KubernetesClient:
+    """That API server, with our CRDs served."""
+    install_crds(api_server)
+    return api_server
 
 
 @pytest.fixture(scope="session")

@@ -146,7 +146,7 @@ class Kube:
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
             raise KubeUnavailable(f"watch {path}: {error!r}") from error
         finally:
-            response.close()
+            _hang_up(response)
 
     async def _request(
         self,
@@ -200,6 +200,14 @@ async def _body_of(response: aiohttp.ClientResponse) -> JSON:
     except ValueError:
         document = None
     return document if isinstance(document, dict) else {"message": text}
+
+
+def _hang_up(response: aiohttp.ClientResponse) -> None:
+    """Without TLS' farewell, which the other end of a dead connection would never answer."""
+    connection = response.connection
+    if connection is not None and connection.transport is not None:
+        connection.transport.abort()
+    response.close()
 
 
 async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -1,0 +1,157 @@
+"""The operator's parts against a real API server: connections, a namespace of a test's own, jobs, backends."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from kubernetes.aio import client, config
+
+from backendcontract import DictStore
+from stepfast.storage.base import Store
+from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend
+from stepfast_operator.backends.requests import Requests
+from stepfast_operator.clusterjob import ClusterJob, parse_job, status_of
+from stepfast_operator.clusterview import ClusterView
+from stepfast_operator.kube import Kube
+from stepfast_operator.lease import Lease
+from stepfast_operator.record import Attempt, Status
+from testoperator.kubelet import Kubelets
+from testoperator.polling import DEADLINE_SECONDS
+
+API = "/apis/stepfast.dev/v1alpha1"
+
+
+async def connect(kubeconfig: Path, kind: type[Kube] = Kube, *, server: str | None = None) -> Kube:
+    """As the user of that file; `server` is an address in place of the file's."""
+    configuration = client.Configuration()
+    await config.load_kube_config(str(kubeconfig), client_configuration=configuration)  # type: ignore[no-untyped-call] # theirs
+    if server is not None:
+        configuration.host = server
+    return kind(configuration)
+
+
+async def make_namespace(kube: Kube) -> str:
+    """A namespace of a test's own, with the service account that controllers would make."""
+    name = f"op-{uuid.uuid4().hex[:8]}"
+    await kube.create("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+    await kube.create(f"/api/v1/namespaces/{name}/serviceaccounts", account)
+    return name
+
+
+def manifest(namespace: str, name: str = "job", *, trainer: Any = None, **spec: Any) -> Any:
+    """A TrainingJob of one node."""
+    train = {"image": "registry/trainer:1", "command": ["torchrun", "train.py"], "numNodes": 1, "numProcPerNode": 1}
+    return {
+        "apiVersion": "stepfast.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"namespace": namespace, "name": name},
+        "spec": {"trainer": {**train, **(trainer or {})}, "checkpoint": {"storageUri": "memory://contract"}, **spec},
+    }
+
+
+class World:
+    """One namespace, its kubelets, and what the operator consists of. `operate` makes another operator's parts."""
+
+    def __init__(self, kube: Kube, kubelets: Kubelets, namespace: str) -> None:
+        self.kube, self.kubelets, self.namespace = kube, kubelets, namespace
+        self.store = DictStore()
+        self._stack = AsyncExitStack()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, kubeconfig: Path) -> AsyncIterator[World]:
+        kube = await connect(kubeconfig)
+        try:
+            namespace = await make_namespace(kube)
+            async with Kubelets(kube, namespace).running() as kubelets:
+                world = cls(kube, kubelets, namespace)
+                async with world._stack:
+                    yield world
+        finally:
+            await kube.close()
+
+    async def make_job(self, name: str = "job", **fields: Any) -> ClusterJob:
+        document = manifest(self.namespace, name, **fields)
+        return parse_job(await self.kube.create(f"{API}/namespaces/{self.namespace}/trainingjobs", document))
+
+    async def job(self, job: ClusterJob) -> ClusterJob:
+        """The job as it is now."""
+        return parse_job(await self.kube.get(job.path))
+
+    async def status(self, job: ClusterJob) -> Status:
+        return status_of(await self.kube.get(job.path))
+
+    async def pods(self) -> list[str]:
+        listed = await self.kube.get(f"/api/v1/namespaces/{self.namespace}/pods")
+        return sorted(pod["metadata"]["name"] for pod in listed["items"])
+
+    async def operate(
+        self, kube: Kube | None = None, *, namespaces: Sequence[str] = (), identity: str = "one",
+        clock: Callable[[], float] | None = None,
+    ) -> Operation:  # fmt: skip
+        """All that an operator's backends share, once it has read what is there and holds the Lease."""
+        operation = Operation(self, kube or self.kube, namespaces, identity, clock)
+        await operation.start()
+        self._stack.push_async_callback(operation.close)
+        return operation
+
+
+class Operation:
+    """What the backends of one operator share, and the tasks behind it."""
+
+    def __init__(
+        self, world: World, kube: Kube, namespaces: Sequence[str], identity: str, clock: Callable[[], float] | None
+    ) -> None:
+        self.kube = kube
+        self._backends: list[KubernetesBackend] = []
+        self.view = ClusterView(
+            kube,
+            namespaces=namespaces,
+            agent_namespace=world.namespace,
+            wake_uid=lambda uid: self._wake(),
+            wake_job=lambda job: self._wake(),
+        )
+        self.lease = Lease(kube, world.namespace, identity)
+        self.requests = Requests(kube, self.view.reports.get, lambda job: True)
+
+        def open_store(uri: str) -> Store:
+            return world.store  # type: ignore[return-value] # as much as is needed of one
+
+        extra = {} if clock is None else {"clock": clock}
+        self.cluster = Cluster(
+            kube=kube, view=self.view, requests=self.requests, lease=self.lease, storage_root="",
+            open_store=open_store, began_time=0.0, **extra,
+        )  # fmt: skip
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        self._tasks = [asyncio.create_task(self.view.run()), asyncio.create_task(self.lease.run())]
+        await asyncio.wait_for(self.view.synced(), DEADLINE_SECONDS)
+        await asyncio.wait_for(self.lease.held.wait(), DEADLINE_SECONDS)
+
+    def backend(self, job: ClusterJob) -> KubernetesBackend:
+        backend = KubernetesBackend(self.cluster, job)
+        self._backends.append(backend)
+        return backend
+
+    async def close(self) -> None:
+        """As a killed operator: nothing is given up."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _wake(self) -> None:
+        for backend in self._backends:
+            backend.changed.set()
+
+
+def planned(job: ClusterJob, attempt: int = 1) -> Status:
+    """A status whose attempt is planned."""
+    run = f"{job.uid}-{attempt}"
+    return Status(attempt=attempt, current=Attempt(attempt=attempt, run=run, resume_step=0, planned_time=1.0))
