@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stepfast.cli.table import size_text
+from stepfast.sizes import size_text
 from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status
 
 

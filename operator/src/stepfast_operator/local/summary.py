@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from stepfast.cli.table import size_text
+from stepfast.sizes import size_text
 from stepfast.step import JobKey
 from stepfast_operator.backends.statefolder import document_of
 from stepfast_operator.local.session import Outcome

@@ -17,10 +17,11 @@ from typing import Annotated
 import typer
 
 from stepfast import catalog
-from stepfast.cli.table import print_table, size_text
+from stepfast.cli.table import print_table
 from stepfast.cli.target import is_torch_file, placed_file, placed_folder
 from stepfast.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnsafe, SpecError, StepfastError
 from stepfast.layout import HISTORIES, parse_step_folder
+from stepfast.sizes import size_text
 from stepfast.storage import Store, open_store
 
 app = typer.Typer(

@@ -1,4 +1,4 @@
-"""Tables for people and for pipes: no cell is ever cut or wrapped. And sizes as people read them."""
+"""Tables for people and for pipes: no cell is ever cut or wrapped."""
 
 from __future__ import annotations
 
@@ -35,13 +35,3 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
 def _printable(cell: str) -> str:
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cell)
-
-
-def size_text(size_bytes: int) -> str:
-    """The size in bytes or the binary unit that fits it, as `7.4 MiB`."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
