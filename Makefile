@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 DISTRIBUTIONS := -e "trainer-sdk[torch,azure,run]" -e "sidecar[azure,cluster]" -e operator
 
-.PHONY: venv demo test check lint bench chaos constraints protos reference clean
+.PHONY: venv demo test check lint bench chaos constraints crds protos reference clean
 
 venv: $(READY)
 
@@ -35,7 +35,7 @@ check: lint test
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p stepfast -p stepfast_sidecar -p stepfast_operator -p testcluster -p testcrds -p testoperator -m backendcontract
+	$(BIN)/mypy -p stepfast -p stepfast_sidecar -p stepfast_operator -p testcluster -p testcrds -p testchart -p testoperator -m backendcontract
 	$(BIN)/lint-imports
 
 # Stall, persist and restore against plain copies of the same bytes, in one run.
@@ -53,6 +53,10 @@ reference: venv
 # What the agent exchanges with the kubelet, from the .proto files beside the code that is made.
 protos: venv
 	cd sidecar/src && $(abspath $(BIN))/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. stepfast_sidecar/protos/*.proto
+
+# Helm takes CRDs from the chart's own folder: a copy, which a test holds to be one.
+crds:
+	cp crds/*.yaml charts/stepfast/crds/
 
 # Resolves every pinned version anew.
 constraints:

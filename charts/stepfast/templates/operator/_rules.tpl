@@ -1,0 +1,21 @@
+{{- /* What the operator may do where jobs are. No verb on secrets, configmaps or service accounts: pods name them, the kubelet reads them. */ -}}
+{{- define "stepfast.operator.jobRules" -}}
+- apiGroups: [stepfast.dev]
+  resources: [trainingjobs]
+  verbs: [get, list, watch, patch, delete]
+- apiGroups: [stepfast.dev]
+  resources: [trainingjobs/status]
+  verbs: [get, patch]
+- apiGroups: [stepfast.dev]
+  resources: [trainingjobs/finalizers]  # to own pods and Services where owner references are checked
+  verbs: [update]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, create, delete, patch]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [get, list, create, patch]
+- apiGroups: ["", events.k8s.io]
+  resources: [events]
+  verbs: [create, patch]
+{{- end -}}
