@@ -1,12 +1,9 @@
-"""Fixtures: a real cluster for the session, and an API server alone. What cannot run here says why: a failure in CI,
-a skip elsewhere.
-"""
+"""Fixtures: a real cluster for the session, and an API server alone."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,29 +11,12 @@ import pytest
 from testcluster.binaries import Binaries
 from testcluster.claim import Claim
 from testcluster.cluster import Cluster, check_machine
-from testcluster.controlplane import ApiServer, KubernetesClient
+from testcluster.controlplane import KubernetesClient
+from testcluster.fixtures import api_server, loudly
 from testcluster.images import pause
-from testcluster.unavailable import Unavailable
 from testoperator.crds import install_crds
 
-
-@pytest.fixture(scope="session")
-def api_server() -> Iterator[KubernetesClient]:
-    """An API server without nodes: that of KUBECONFIG where it is set, else one started for the session.
-
-    For schemas, admission and charts: objects are stored, and nothing acts on them. Needs no root.
-    """
-    with loudly():
-        binaries = Binaries.find_for_api_server()
-        if "KUBECONFIG" in os.environ:
-            yield KubernetesClient(Path(os.environ["KUBECONFIG"]), binaries)
-            return
-        server = ApiServer(Claim.take(), binaries)
-        try:
-            server.start()
-            yield server
-        finally:
-            server.claim.release()
+__all__ = ["api_server"]
 
 
 @pytest.fixture(scope="session")
@@ -69,13 +49,3 @@ def keep_logs(cluster: Cluster, request: pytest.FixtureRequest) -> None:
     folder = os.environ.get("STEPFAST_CLUSTER_LOGS")
     if folder and request.session.testsfailed:
         cluster.keep_logs(Path(folder))
-
-
-@contextmanager
-def loudly() -> Iterator[None]:
-    try:
-        yield
-    except Unavailable as reason:
-        if os.environ.get("CI"):
-            pytest.fail(f"a cluster cannot run here: {reason}")
-        pytest.skip(f"A CLUSTER CANNOT RUN HERE: {reason}")
