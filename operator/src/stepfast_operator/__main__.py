@@ -116,6 +116,7 @@ class Operator:
         await kopf.operator(
             registry=handlers.registry_of(self.jobs, self._watch),
             settings=handlers.settings_of(),
+            identity=self._settings.identity,  # type: ignore[arg-type] # a NewType that kopf keeps to itself
             standalone=True,
             clusterwide=not namespaces,
             namespaces=namespaces,
