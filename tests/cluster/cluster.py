@@ -26,11 +26,12 @@ def main() -> int:
     up = commands.add_parser("up")
     up.add_argument("--nodes", type=int, default=2)
     up.add_argument("--image", type=Path, action="append", default=[])
-    for name in ("env", "load", "kill", "start"):
+    for name in ("env", "load", "images", "namespace", "kill", "start"):
         commands.add_parser(name).add_argument("number", type=int)
     commands.choices["load"].add_argument("archives", type=Path, nargs="+")
     for name in ("kill", "start"):
         commands.choices[name].add_argument("node")
+    commands.choices["namespace"].add_argument("name")
     commands.add_parser("down").add_argument("numbers", type=int, nargs="*")
     options = parser.parse_args()
     if options.command == "build":

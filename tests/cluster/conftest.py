@@ -13,7 +13,7 @@ from testcluster.claim import Claim
 from testcluster.cluster import Cluster, check_machine
 from testcluster.controlplane import KubernetesClient
 from testcluster.fixtures import api_server, loudly
-from testcluster.images import pause
+from testcluster.images import ProjectImages, pause, project_images
 from testoperator.crds import install_crds
 
 __all__ = ["api_server"]
@@ -42,6 +42,15 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         finally:
             keep_logs(cluster, request)
             cluster.down()
+
+
+@pytest.fixture(scope="session")
+def images(cluster: Cluster) -> ProjectImages:
+    """The project's own images, built from this checkout and loaded onto every node."""
+    with loudly():
+        built = project_images()
+    cluster.load(*built.archives)
+    return built
 
 
 def keep_logs(cluster: Cluster, request: pytest.FixtureRequest) -> None:

@@ -24,6 +24,8 @@ SOURCES = Path(__file__).resolve().parent.parent
 KUBE_NAMES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl")
 CLIENTS = ("kubectl", "helm")  # any version that is installed will do
 GO_VERSION = (1, 26)  # what helm's module asks for
+# Without these helm takes itself for one of Kubernetes 1.20 when it has no cluster to ask.
+HELM_LINKER = "-X helm.sh/helm/v3/pkg/chartutil.k8sVersionMajor=1 -X helm.sh/helm/v3/pkg/chartutil.k8sVersionMinor=35"
 BUILD = ("build", "-mod=readonly", "-trimpath")
 # No cgo: no C compiler needed, and programs that run on whatever C library the machine has.
 BUILD_ENVIRONMENT = {"CGO_ENABLED": "0"}
@@ -89,7 +91,7 @@ def _built() -> Path:
 
 
 def _fingerprint() -> str:
-    digest = hashlib.sha256(repr((BUILD, BUILD_ENVIRONMENT)).encode())
+    digest = hashlib.sha256(repr((BUILD, BUILD_ENVIRONMENT, HELM_LINKER)).encode())
     for path in sorted([*SOURCES.rglob("*.go"), *SOURCES.rglob("go.mod"), *SOURCES.rglob("go.sum")]):
         digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -102,7 +104,7 @@ def _build(folder: Path) -> None:
     try:
         _compile(go, SOURCES, staging / "kube", "./kube", _kubernetes_version())
         _compile(go, SOURCES, staging / "coredns", "./coredns")
-        _compile(go, SOURCES / "helm", staging / "helm", "helm.sh/helm/v3/cmd/helm")
+        _compile(go, SOURCES / "helm", staging / "helm", "helm.sh/helm/v3/cmd/helm", HELM_LINKER)
         for name in KUBE_NAMES:
             (staging / name).symlink_to("kube")
         staging.rename(folder)

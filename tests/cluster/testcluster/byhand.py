@@ -7,7 +7,8 @@ import argparse
 from testcluster.binaries import Binaries
 from testcluster.claim import Claim
 from testcluster.cluster import Cluster, check_machine
-from testcluster.images import pause
+from testcluster.images import pause, project_images
+from testcluster.jobnamespace import create_job_namespace
 
 
 def run(options: argparse.Namespace) -> None:
@@ -17,18 +18,31 @@ def run(options: argparse.Namespace) -> None:
         case "list":
             for claim in Claim.existing():
                 print(claim.number, claim.folder)
-        case "env":
-            _print_environment(Cluster.open(options.number))
-        case "load":
-            Cluster.open(options.number).load(*options.archives)
-        case "kill":
-            Cluster.open(options.number).nodes[options.node].kill()
-        case "start":
-            Cluster.open(options.number).nodes[options.node].start()
         case "down":
-            claims = [Claim.open(number) for number in options.numbers] or Claim.existing()
-            for claim in claims:
+            for claim in [Claim.open(number) for number in options.numbers] or Claim.existing():
                 claim.release()
+        case _:
+            _change(Cluster.open(options.number), options)
+
+
+def _change(cluster: Cluster, options: argparse.Namespace) -> None:
+    """One command to a cluster that runs."""
+    match options.command:
+        case "env":
+            _print_environment(cluster)
+        case "load":
+            cluster.load(*options.archives)
+        case "images":
+            built = project_images()
+            cluster.load(*built.archives)
+            for name in ("operator", "sidecar", "trainer"):
+                print(f"export STEPFAST_{name.upper()}_IMAGE={getattr(built, name)}")
+        case "namespace":
+            create_job_namespace(cluster, options.name)
+        case "kill":
+            cluster.nodes[options.node].kill()
+        case "start":
+            cluster.nodes[options.node].start()
 
 
 def _up(options: argparse.Namespace) -> None:

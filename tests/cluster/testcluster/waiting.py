@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 class CommandFailed(Exception):
@@ -30,13 +30,15 @@ def wait_until(what: str, is_so: Callable[[], object], *, seconds: float = 30.0)
         threading.Event().wait(0.1)
 
 
-def run_or_raise(*command: str, timeout_seconds: float = 300.0) -> str:
+def run_or_raise(*command: str, timeout_seconds: float = 300.0, environment: Mapping[str, str] | None = None) -> str:
     """The command's standard output.
 
     Raises:
         CommandFailed: its status is not 0.
     """
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_seconds)
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=timeout_seconds, env=environment
+    )
     if result.returncode:
-        raise CommandFailed(f"{' '.join(command)}: {result.stderr.strip()}")
+        raise CommandFailed(f"{' '.join(command)}: {result.stderr.strip()[-4000:]}")
     return result.stdout

@@ -1,0 +1,66 @@
+"""Images and torch without a registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from testcluster.cluster import Cluster
+from testcluster.images import BASE, Build
+from testcluster.jobnamespace import job_namespace, torch_pod_parts
+from testcluster.waiting import wait_until
+
+# Each rank tells its number and the sum over all ranks.
+TORCH = """
+import torch, torch.distributed as d
+d.init_process_group("gloo"); x = torch.ones(1) * (d.get_rank() + 1); d.all_reduce(x); print("sum", int(x))
+"""
+
+
+@pytest.fixture(scope="session")
+def python_image(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The base image and one layer, on every node."""
+    folder = tmp_path_factory.mktemp("image")
+    text = f"FROM {BASE}\nRUN python3 -m venv --without-pip /opt/venv && id > /built\nUSER 1000:1000\n"
+    (folder / "Dockerfile").write_text(text)
+    build = Build(context=folder, name="localhost/test-python", sources=text)
+    cluster.load(build.archive())
+    return build.reference
+
+
+def gang_pod(name: str, namespace: str, image: str, node: str, other: dict[str, Any]) -> dict[str, Any]:
+    """One node of a gang of two, as the restricted standard wants it."""
+    torch = torch_pod_parts()
+    container = {
+        "name": "node", "image": image, "command": ["python3", "-c", TORCH], "volumeMounts": torch["volumeMounts"],
+        "env": [*torch["env"], *({"name": key, "value": value} for key, value in other.items())],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }  # fmt: skip
+    return {
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {"name": name, "namespace": namespace, "labels": {"app": "gang"}},
+        "spec": {"containers": [container], "volumes": torch["volumes"], "restartPolicy": "Never", "nodeName": node,
+                 "hostname": name, "subdomain": "gang",
+                 "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}},
+    }  # fmt: skip
+
+
+def test_torch_runs_across_nodes_in_restricted_pods(cluster: Cluster, python_image: str) -> None:
+    with job_namespace(cluster, "torch-across") as namespace:
+        cluster.apply({
+            "apiVersion": "v1", "kind": "Service", "metadata": {"name": "gang", "namespace": namespace},
+            "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": "gang"}},
+        })  # fmt: skip
+        for rank in (0, 1):
+            environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "29400",
+                           "MASTER_ADDR": f"rank-0.gang.{namespace}.svc.cluster.local"}  # fmt: skip
+            cluster.apply(gang_pod(f"rank-{rank}", namespace, python_image, f"node-{rank + 1}", environment))
+
+        def is_over() -> bool:
+            pods = cluster.get("pods", "-n", namespace)["items"]
+            return all(pod["status"].get("phase") in {"Succeeded", "Failed"} for pod in pods)
+
+        wait_until("both ranks have ended", is_over, seconds=180)
+        for rank in (0, 1):
+            assert cluster.kubectl("logs", "-n", namespace, f"rank-{rank}").splitlines()[-1] == "sum 3"
