@@ -6,10 +6,12 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,13 +32,15 @@ settings.load_profile("stepfast")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Azurite:
-    """A running Azurite: its port on loopback."""
+    """A running Azurite: where it listens."""
 
     port: int
+    host: str
+    process_id: int
 
     def connection_string(self, port: int | None = None) -> str:
         """To it, or to a proxy in front of it."""
-        endpoint = f"http://127.0.0.1:{port or self.port}/{_ACCOUNT}"
+        endpoint = f"http://{self.host}:{port or self.port}/{_ACCOUNT}"
         return f"DefaultEndpointsProtocol=http;AccountName={_ACCOUNT};AccountKey={_KEY};BlobEndpoint={endpoint};"
 
     def new_container(self) -> str:
@@ -51,13 +55,35 @@ class Azurite:
         with BlobServiceClient.from_connection_string(self.connection_string()) as client:
             client.create_container(name).close()
 
+    @contextmanager
+    def unanswering(self) -> Iterator[None]:
+        """Connections are taken and requests get no answer; what was stored is there afterwards."""
+        os.kill(self.process_id, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.process_id, signal.SIGCONT)
+
 
 @pytest.fixture(scope="session")
-def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
-    """Microsoft's emulator of Blob Storage, in memory, for the whole session."""
+def azurite(serve_azurite: Callable[[str], AbstractContextManager[Azurite]]) -> Iterator[Azurite]:
+    """Microsoft's emulator of Blob Storage, in memory, for the whole session, on loopback."""
+    with serve_azurite("127.0.0.1") as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def serve_azurite(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], AbstractContextManager[Azurite]]:
+    """Starts an Azurite on an address of this machine."""
+    return lambda host: _azurite(tmp_path_factory.mktemp("azurite"), host)
+
+
+@contextmanager
+def _azurite(folder: Path, host: str) -> Iterator[Azurite]:
     script = _installed_azurite()
-    folder = tmp_path_factory.mktemp("azurite")
-    command = [_program("node"), str(script), "--blobHost", "127.0.0.1", "--blobPort", "0"]
+    command = [_program("node"), str(script), "--blobHost", host, "--blobPort", "0"]
     command += ["--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent"]
     with (
         (folder / "output").open("w+") as output,
@@ -67,7 +93,7 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
             assert process.stdout is not None
             port = _port_of(iter(process.stdout.readline, ""))
             assert port is not None, (folder / "output").read_text()
-            yield Azurite(port=port)
+            yield Azurite(port=port, host=host, process_id=process.pid)
         finally:
             process.kill()
 
@@ -152,7 +178,7 @@ def _load(name: str) -> ModuleType:
 
 def _port_of(lines: Iterator[str]) -> int | None:
     for line in lines:
-        match = re.search(r"listens on http://127\.0\.0\.1:(\d+)", line)
+        match = re.search(r"listens on http://[\d.]+:(\d+)", line)
         if match:
             return int(match.group(1))
     return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,13 @@ def images(cluster: Cluster) -> ProjectImages:
         built = project_images()
     cluster.load(*built.archives)
     return built
+
+
+@pytest.fixture(scope="session")
+def cluster_azurite(cluster: Cluster, serve_azurite: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Any]:
+    """An `Azurite` (tests/conftest.py) that pods and the host reach at the same address."""
+    with serve_azurite(cluster.address) as started:
+        yield started
 
 
 def keep_logs(cluster: Cluster, request: pytest.FixtureRequest) -> None:

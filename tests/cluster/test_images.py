@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from testcluster.cluster import Cluster
-from testcluster.images import BASE, Build
+from testcluster.images import BASE, PAUSE, Build
 from testcluster.jobnamespace import job_namespace, torch_pod_parts
 from testcluster.waiting import wait_until
 
@@ -64,3 +64,21 @@ def test_torch_runs_across_nodes_in_restricted_pods(cluster: Cluster, python_ima
         wait_until("both ranks have ended", is_over, seconds=180)
         for rank in (0, 1):
             assert cluster.kubectl("logs", "-n", namespace, f"rank-{rank}").splitlines()[-1] == "sum 3"
+
+
+def test_pods_reach_the_storage_of_the_tests(cluster: Cluster, cluster_azurite: Any) -> None:
+    ask = f"printf 'GET / HTTP/1.0\\r\\n\\r\\n' | /bin/busybox nc -w 5 {cluster_azurite.host} {cluster_azurite.port}"
+    asker = {"name": "main", "image": PAUSE, "command": ["/bin/busybox", "sh", "-c", ask]}
+    with job_namespace(cluster, "storage-reached") as namespace:
+        restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "runAsUser": 1000}
+        pod_security = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        cluster.apply({
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "asker", "namespace": namespace},
+            "spec": {"restartPolicy": "Never", "securityContext": pod_security,
+                     "containers": [{**asker, "securityContext": restricted}]},
+        })  # fmt: skip
+        wait_until(
+            "the storage has answered the pod",
+            lambda: "HTTP/1.1" in cluster.kubectl("logs", "asker", "-n", namespace),
+            seconds=60,
+        )
