@@ -30,6 +30,7 @@ from stepfast_operator.settings import Settings, parse_settings
 log = logging.getLogger("stepfast_operator")
 
 _DRAIN_SECONDS = 5.0
+_RELEASE_SECONDS = 3.0
 _KOPF_STOP_SECONDS = 3.0
 LOST_LEASE_STATUS = 4
 
@@ -80,12 +81,19 @@ class Operator:
         finally:
             starting.cancel()
             await self.jobs.close()
+            # Nothing is done any more: a successor need not wait for what follows.
+            await self._give_up_lease()
             self._kopf_stop.set()
             await asyncio.wait({kopf_task}, timeout=_KOPF_STOP_SECONDS)
             await self._events.drain(_DRAIN_SECONDS)
-            await self._lease.release()
             await _cancel({*parts, kopf_task, starting, stopping})
         return _status_of(done - {stopping})
+
+    async def _give_up_lease(self) -> None:
+        try:
+            await asyncio.wait_for(self._lease.release(), _RELEASE_SECONDS)
+        except TimeoutError:
+            log.warning("the Lease was not given up: it runs out by itself")
 
     async def _begin(self) -> None:
         """Jobs are looked at once all that they depend on was read, and nobody else does it."""

@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 PAGE = 500
 IDLE_SECONDS = 90.0  # the server sends a bookmark about once a minute
 _WATCH_SECONDS = 300
-_TOMBSTONES = 10_000
 _LONGEST_PAUSE_SECONDS = 15.0
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -43,12 +42,14 @@ class Reflector(Generic[K, V]):
         on_change: Callable[[V | None, V | None], None],
         *,
         selector: str = "",
+        idle_seconds: float = IDLE_SECONDS,
     ) -> None:
+        self._idle_seconds = idle_seconds
         self._kube, self.path, self._trim, self._on_change = kube, path, trim, on_change
         self._query = {"labelSelector": selector} if selector else {}
         self._held: dict[K, tuple[str, V]] = {}  # with the object's uid
-        self._gone: dict[str, None] = {}  # uids, oldest first
         self._version = ""  # to watch from; empty: list first
+        self._told_version = 0  # what came before it was told; grows only
         self._heard = time.monotonic()
         self.synced = asyncio.Event()
 
@@ -64,11 +65,14 @@ class Reflector(Generic[K, V]):
         return time.monotonic() - self._heard
 
     def take(self, document: JSON) -> None:
-        """An object as a request of ours returned it, ahead of the watch."""
-        if document["metadata"]["uid"] not in self._gone:
-            trimmed = self._trim(document)
-            if trimmed is not None and trimmed[0] not in self._held:
-                self._put(document, trimmed)
+        """An object as a request of ours returned it, ahead of the watch.
+
+        An answer may come so late that the watch has told of the object's end already. Versions of one kind of objects
+        are numbers that grow: one that was told of and is not held is gone.
+        """
+        trimmed = self._trim(document)
+        if trimmed is not None and trimmed[0] not in self._held and _version_of(document) > self._told_version:
+            self._put(document, trimmed)
 
     def drop(self, key: K, uid: str) -> None:
         """An object that a request of ours ended for good, ahead of the watch."""
@@ -111,23 +115,22 @@ class Reflector(Generic[K, V]):
         for key in before - seen:
             if key in self._held:
                 self._remove(key)
-        self._version = str(metadata["resourceVersion"])
+        self._note_version(str(metadata["resourceVersion"]))
         self.synced.set()
 
     async def _follow(self) -> None:
         """Takes in what changes until the server ends the watch."""
         query = {**self._query, "resourceVersion": self._version, "timeoutSeconds": str(_WATCH_SECONDS)}
-        async with aclosing(self._kube.watch(self.path, idle_seconds=IDLE_SECONDS, **query)) as events:
+        async with aclosing(self._kube.watch(self.path, idle_seconds=self._idle_seconds, **query)) as events:
             async for event in events:
                 self._heard = time.monotonic()
-                self._version = str(event.object["metadata"]["resourceVersion"])
+                self._note_version(str(event.object["metadata"]["resourceVersion"]))
                 if event.kind == "BOOKMARK":
                     continue
                 trimmed = self._trim(event.object)
                 if trimmed is None:
                     continue
                 if event.kind == "DELETED":
-                    self._bury(str(event.object["metadata"]["uid"]))
                     self.drop(trimmed[0], str(event.object["metadata"]["uid"]))
                 else:
                     self._put(event.object, trimmed)
@@ -141,11 +144,13 @@ class Reflector(Generic[K, V]):
             self._on_change(before[1] if before is not None else None, value)
 
     def _remove(self, key: K) -> None:
-        uid, value = self._held.pop(key)
-        self._bury(uid)
+        _, value = self._held.pop(key)
         self._on_change(value, None)
 
-    def _bury(self, uid: str) -> None:
-        self._gone[uid] = None
-        while len(self._gone) > _TOMBSTONES:
-            del self._gone[next(iter(self._gone))]
+    def _note_version(self, version: str) -> None:
+        self._version = version
+        self._told_version = max(self._told_version, int(version))
+
+
+def _version_of(document: JSON) -> int:
+    return int(document["metadata"]["resourceVersion"])

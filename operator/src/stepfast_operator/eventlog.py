@@ -10,7 +10,6 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from stepfast.errors import StepfastError
 from stepfast_operator import events, labels
 from stepfast_operator.document import JSON, time_text
 from stepfast_operator.kube import Kube, KubeError, KubeUnavailable
@@ -19,7 +18,9 @@ from stepfast_operator.reconcile import Pass
 log = logging.getLogger(__name__)
 
 _QUEUE = 10_000
-_MESSAGE_CHARACTERS = 1024  # the API server's own limit
+# The API server's own limits.
+_MESSAGE_BYTES = 1024
+_INSTANCE_BYTES = 128
 _SAID_SECONDS = 300.0  # an error that goes on is said again after so long
 _TRIES = 5
 
@@ -43,7 +44,7 @@ class EventLog:
         for event in events.events_of(seen):
             self._put(job, event.type, event.reason, event.message)
 
-    def tell_error(self, job: JSON, error: StepfastError) -> None:
+    def tell_error(self, job: JSON, error: Exception) -> None:
         """Why the job cannot be looked after at present."""
         message = str(error).strip()
         key, now = (job["metadata"]["uid"], message), time.monotonic()
@@ -94,10 +95,10 @@ class EventLog:
             },
             "type": kind,
             "reason": reason,
-            "message": message[:_MESSAGE_CHARACTERS],
+            "message": _cut(message, _MESSAGE_BYTES),
             "action": reason,
             "reportingComponent": labels.OPERATOR,
-            "reportingInstance": self._identity,
+            "reportingInstance": _cut(self._identity, _INSTANCE_BYTES),
             "source": {"component": labels.OPERATOR},
             "eventTime": now,
             "firstTimestamp": f"{now.partition('.')[0]}Z",
@@ -108,3 +109,8 @@ class EventLog:
             self._queue.put_nowait(_Posting(namespace=metadata["namespace"], body=body))
         except asyncio.QueueFull:
             log.warning("too many Events: %s of %s was left out", reason, metadata["name"])
+
+
+def _cut(text: str, size: int) -> str:
+    """As much of it as its UTF-8 has room in so many bytes."""
+    return text.encode()[:size].decode(errors="ignore")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from stepfast.errors import SpecError, StepfastError
 from stepfast.step import JobKey
 from stepfast_operator import clusterjob, labels
-from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend, write_status
+from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend, check_storage, write_status
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.document import JSON
 from stepfast_operator.eventlog import EventLog
@@ -140,38 +140,58 @@ class JobLoop:
                 wait = self._pause(error)
                 # What changes meanwhile may mend it, but a request that is refused is not repeated at every change.
                 await asyncio.sleep(min(wait, _LEAST_PAUSE_SECONDS))
+            except Exception as error:  # the loop's outermost frame: a job without one is never looked at
+                log.exception("%s: a mistake of the operator's", self.key)
+                wait = self._pause(error)
+                await asyncio.sleep(min(wait, _LEAST_PAUSE_SECONDS))
             await _until(self._changed, wait)
 
     async def _pass(self) -> float:
         """One look; returns how long at most to wait for the next one."""
-        try:
-            job = clusterjob.parse_job(self._document)
-            backend = self._backend = self._backend or KubernetesBackend(self._cluster, job)
-            backend.take(job)
-        except SpecError as error:
-            return await self._refuse(error)
-        if not job.is_deleted:
+        job, refused = self._read()
+        backend = self._backend = self._backend or KubernetesBackend(self._cluster, job)
+        backend.take(job)
+        if refused is not None:
+            await self._refuse(refused)
+        elif not job.is_deleted:
             await self._hold(job)
         begin = time.perf_counter()
-        seen = await reconcile(backend, self.status)
+        try:
+            seen = await reconcile(backend, self.status)
+        except SpecError as error:
+            if not error.field.startswith("spec"):
+                raise  # not the job's fault
+            await self._refuse(error)
+            return 0.0
         self._metrics.reconciled(time.perf_counter() - begin)
         self.status = seen.after
         self._tell(seen)
         is_over = seen.after.is_terminal or seen.after.state is State.SUSPENDED
         if job.is_deleted and is_over and not backend.is_alive:
             await self._let_go(job)
-        requeue = seen.decision.requeue_seconds
-        return _LONGEST_WAIT_SECONDS if requeue is None else min(requeue, _LONGEST_WAIT_SECONDS)
+        await backend.write_held_back()
+        waits = (_LONGEST_WAIT_SECONDS, seen.decision.requeue_seconds, backend.held_back_seconds())
+        return min(wait for wait in waits if wait is not None)
 
-    async def _refuse(self, error: SpecError) -> float:
-        """The API server let a spec pass that makes no sense."""
+    def _read(self) -> tuple[ClusterJob, SpecError | None]:
+        """The job as it is now; one whose spec makes no sense without it, and why: what was launched of it is to end,
+        and it is to go when somebody deletes it.
+        """
+        try:
+            job = clusterjob.parse_job(self._document)
+            check_storage(self._cluster, job)
+        except SpecError as error:
+            return clusterjob.unreadable_job(self._document), error
+        return job, None
+
+    async def _refuse(self, error: SpecError) -> None:
+        """The API server let a spec pass that makes no sense, or refuses the pods that follow from it."""
         metadata = self._document["metadata"]
         after = refuse(self.status, str(error), self._cluster.clock(), metadata.get("generation"))
         if after != self.status:
             await write_status(self._cluster, clusterjob.path_of(self.key), metadata["uid"], after)
             self._events.tell_error(self._document, error)
             self.status = after
-        return _LONGEST_WAIT_SECONDS
 
     async def _hold(self, job: ClusterJob) -> None:
         """Keeps the object until its gang has saved and ended, should somebody delete it."""
@@ -194,7 +214,7 @@ class JobLoop:
         self._metrics.observe(self.key, seen)
         self._events.tell(self._document, seen)
 
-    def _pause(self, error: StepfastError) -> float:
+    def _pause(self, error: Exception) -> float:
         self._failures += 1
         self._metrics.failed()
         wait = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(self._failures, 10))

@@ -42,6 +42,9 @@ class JobWatch:
     def compare(self, listed: Mapping[str, int], asked: float) -> None:
         """What a list showed that was asked for at that time (of the monotonic clock)."""
         for uid, version in listed.items():
+            owed = self._owed.get(uid)
+            if owed is not None and owed[0] is None:
+                del self._owed[uid]  # a list that was older than the job had shown it as gone
             if self._told.get(uid, 0) < version:
                 self._owed.setdefault(uid, (version, asked))
         for uid in [uid for uid in self._told if uid not in listed]:

@@ -34,6 +34,8 @@ class Lease:
         self._kube, self._namespace, self._name, self._identity = kube, namespace, name, identity
         self._renewed: float | None = None  # by our own clock, before the request was sent
         self._seen: tuple[str, float] | None = None  # another holder's renewal, and when we first saw it
+        self._busy = asyncio.Lock()  # one request at a time, so that none renews what another gives up
+        self._is_over = False
         self.held = asyncio.Event()
 
     def check(self) -> None:
@@ -47,30 +49,37 @@ class Lease:
         return self._renewed is not None and time.monotonic() - self._renewed > FENCE_SECONDS
 
     async def run(self) -> None:
-        """Acquires and renews the Lease; returns when it was lost."""
-        while not self.is_lost:
-            begin = time.monotonic()
+        """Acquires and renews the Lease; returns when it was lost or given up."""
+        while not (self.is_lost or self._is_over):
             try:
-                if await self._try():
-                    self._renewed = begin
-                    self.held.set()
+                async with self._busy:
+                    await self._renew()
             except KubeError as error:
                 log.warning("the Lease was not renewed: %s", error)
             await asyncio.sleep(_RENEW_SECONDS)
-        log.error("the Lease was lost")
+        if not self._is_over:
+            log.error("the Lease was lost")
 
     async def release(self) -> None:
         """Gives it up, so that a successor need not wait."""
-        if not self.held.is_set() or self.is_lost:
-            return
+        is_ours, self._is_over = self.held.is_set() and not self.is_lost, True
         self._renewed = None
+        if not is_ours:
+            return
         try:
-            lease = await self._kube.get(self._path)
-            if lease["spec"].get("holderIdentity") == self._identity:
-                lease["spec"]["holderIdentity"] = ""
-                await self._kube.replace(self._path, lease)
+            async with self._busy:
+                lease = await self._kube.get(self._path)
+                if lease["spec"].get("holderIdentity") == self._identity:
+                    lease["spec"]["holderIdentity"] = ""
+                    await self._kube.replace(self._path, lease)
         except KubeError as error:
             log.warning("the Lease was not given up: %s", error)
+
+    async def _renew(self) -> None:
+        begin = time.monotonic()
+        if not self._is_over and await self._try() and not self._is_over:
+            self._renewed = begin
+            self.held.set()
 
     @property
     def _path(self) -> str:

@@ -45,7 +45,9 @@ class Kubelets:
             yield self
         finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            [ended] = await asyncio.gather(task, return_exceptions=True)
+            if not isinstance(ended, asyncio.CancelledError):
+                raise RuntimeError("the kubelets ended") from ended
             for name in self._nodes:
                 await self._kube.delete(f"/api/v1/nodes/{name}")
 
@@ -55,9 +57,13 @@ class Kubelets:
         full = {**condition, "lastTransitionTime": now, "lastHeartbeatTime": now}
         await self._kube.patch(f"/api/v1/nodes/{self.node(index)}/status", {"status": {"conditions": [full]}})
 
+    async def started(self, pod: str) -> None:
+        """Returns when it runs."""
+        await until(f"{pod} runs", lambda: self._phase(pod) == "Running")
+
     async def end(self, pod: str, exit_code: int, *, reason: str = "", message: str = "", phase: str = "") -> None:
         """The trainer's container ends so, once it runs."""
-        await until(f"{pod} runs", lambda: self._phase(pod) == "Running")
+        await self.started(pod)
         reason = reason or ("Completed" if exit_code == 0 else "Error")
         terminated = {"exitCode": exit_code, "reason": reason, "message": message, "finishedAt": "2026-01-01T00:00:00Z"}
         await self._set(pod, phase or ("Failed" if exit_code else "Succeeded"), {"terminated": terminated})

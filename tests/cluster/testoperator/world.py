@@ -5,24 +5,32 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kubernetes.aio import client, config
 
 from backendcontract import DictStore
+from stepfast.nodestatus import JobStatus, NodeStatus, to_document
 from stepfast.storage.base import Store
 from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend
 from stepfast_operator.backends.requests import Requests
 from stepfast_operator.clusterjob import ClusterJob, parse_job, status_of
 from stepfast_operator.clusterview import ClusterView
-from stepfast_operator.kube import Kube
+from stepfast_operator.eventlog import EventLog
+from stepfast_operator.jobs import Jobs
+from stepfast_operator.kube import AlreadyExists, Kube
 from stepfast_operator.lease import Lease
+from stepfast_operator.metrics import Metrics
 from stepfast_operator.record import Attempt, Status
 from testoperator.kubelet import Kubelets
 from testoperator.polling import DEADLINE_SECONDS
 
+WAITS_FOR_NOTHING = {
+    "checkpoint": {"storageUri": "memory://contract", "gracefulSuspendSeconds": 0},
+    "failurePolicy": {"backoff": {"baseSeconds": 0}, "flushTimeoutSeconds": 0},
+}
 API = "/apis/stepfast.dev/v1alpha1"
 
 
@@ -45,13 +53,13 @@ async def make_namespace(kube: Kube) -> str:
 
 
 def manifest(namespace: str, name: str = "job", *, trainer: Any = None, **spec: Any) -> Any:
-    """A TrainingJob of one node."""
+    """A TrainingJob of one node, which waits for nothing: no agent is here that could answer."""
     train = {"image": "registry/trainer:1", "command": ["torchrun", "train.py"], "numNodes": 1, "numProcPerNode": 1}
     return {
         "apiVersion": "stepfast.dev/v1alpha1",
         "kind": "TrainingJob",
         "metadata": {"namespace": namespace, "name": name},
-        "spec": {"trainer": {**train, **(trainer or {})}, "checkpoint": {"storageUri": "memory://contract"}, **spec},
+        "spec": {"trainer": {**train, **(trainer or {})}, **WAITS_FOR_NOTHING, **spec},
     }
 
 
@@ -91,6 +99,31 @@ class World:
         listed = await self.kube.get(f"/api/v1/namespaces/{self.namespace}/pods")
         return sorted(pod["metadata"]["name"] for pod in listed["items"])
 
+    async def report(self, index: int, *jobs: JobStatus) -> None:
+        """What the agent of that node reports, having done all that it was asked."""
+        name = self.kubelets.node(index)
+        node = {"apiVersion": "stepfast.dev/v1alpha1", "kind": "CheckpointNode", "metadata": {"name": name}}
+        with suppress(AlreadyExists):
+            await self.kube.create(f"{API}/checkpointnodes", node)
+            self._stack.push_async_callback(self.kube.delete, f"{API}/checkpointnodes/{name}")
+        held = await self.kube.get(f"{API}/checkpointnodes/{name}")
+        status = to_document(NodeStatus(node=name, memory_limit_bytes=1, memory_used_bytes=0, jobs=jobs))
+        del status["node"]
+        status["observedGeneration"] = held["metadata"]["generation"]
+        await self.kube.patch(f"{API}/checkpointnodes/{name}/status", {"status": status})
+
+    async def make_agent(self, index: int) -> None:
+        """The agent's pod on that node, ready."""
+        name, node = f"agent-{index}", self.kubelets.node(index)
+        marks = {"app.kubernetes.io/name": "stepfast", "app.kubernetes.io/component": "sidecar"}
+        spec = {"nodeName": node, "containers": [{"name": "agent", "image": "i"}]}
+        pods = f"/api/v1/namespaces/{self.namespace}/pods"
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": marks}, "spec": spec}
+        await self.kube.create(pods, pod)
+        await self.kube.patch(
+            f"{pods}/{name}/status", {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+        )
+
     async def operate(
         self, kube: Kube | None = None, *, namespaces: Sequence[str] = (), identity: str = "one",
         clock: Callable[[], float] | None = None,
@@ -108,14 +141,17 @@ class Operation:
     def __init__(
         self, world: World, kube: Kube, namespaces: Sequence[str], identity: str, clock: Callable[[], float] | None
     ) -> None:
-        self.kube = kube
+        self.kube, self._namespace = kube, world.namespace
         self._backends: list[KubernetesBackend] = []
+        self.metrics = Metrics()
+        self.jobs = Jobs(self.metrics)
+        self.events = EventLog(kube, identity)
         self.view = ClusterView(
             kube,
             namespaces=namespaces,
             agent_namespace=world.namespace,
-            wake_uid=lambda uid: self._wake(),
-            wake_job=lambda job: self._wake(),
+            wake_uid=self._wake,
+            wake_job=self.jobs.wake_job,
         )
         self.lease = Lease(kube, world.namespace, identity)
         self.requests = Requests(kube, self.view.reports.get, lambda job: True)
@@ -142,13 +178,34 @@ class Operation:
 
     async def close(self) -> None:
         """As a killed operator: nothing is given up."""
+        await self.jobs.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _wake(self) -> None:
+    async def look_after(self) -> None:
+        """Every job of the namespace, as the operator's own process does; a list and a watch stand in for kopf."""
+        self._tasks.append(asyncio.create_task(self.events.run()))
+        self.jobs.start(self.cluster, self.events)
+        self._tasks.append(asyncio.create_task(self._feed()))
+
+    async def _feed(self) -> None:
+        path = f"{API}/namespaces/{self._namespace}/trainingjobs"
+        listed = await self.kube.get(path)
+        for document in listed["items"]:
+            self.jobs.take(document)
+        version = str(listed["metadata"]["resourceVersion"])
+        async with aclosing(self.kube.watch(path, idle_seconds=DEADLINE_SECONDS, resourceVersion=version)) as events:
+            async for event in events:
+                if event.kind == "DELETED":
+                    self.jobs.forget(event.object["metadata"]["uid"])
+                elif event.kind != "BOOKMARK":
+                    self.jobs.take(event.object)
+
+    def _wake(self, uid: str = "") -> None:
         for backend in self._backends:
             backend.changed.set()
+        self.jobs.wake(uid)
 
 
 def planned(job: ClusterJob, attempt: int = 1) -> Status:

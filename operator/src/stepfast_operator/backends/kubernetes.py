@@ -28,7 +28,7 @@ from stepfast_operator.backends.requests import Ask, Request, Requests
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.document import JSON, decode, encode
-from stepfast_operator.kube import AlreadyExists, Kube, KubeError, KubeUnavailable, PatchKind
+from stepfast_operator.kube import AlreadyExists, Invalid, Kube, KubeError, KubeUnavailable, PatchKind
 from stepfast_operator.lease import Lease
 from stepfast_operator.manifests import Owner
 from stepfast_operator.names import is_run_of
@@ -45,6 +45,7 @@ from stepfast_operator.observed import (
 from stepfast_operator.podview import NodeReport, PodView
 from stepfast_operator.record import Attempt, Status
 from stepfast_operator.workers import previous_nodes, workers_of
+from stepfast_operator.writepace import WritePace
 
 _KILL_GRACE_SECONDS = 1  # the least that still waits for the kubelet's word; none at all would only delete the record
 _PARALLEL = 40
@@ -92,12 +93,10 @@ class KubernetesBackend:
         self._asked_to_end: dict[str, int | None] = {}  # pods, by uid, and the grace that they were given
         self._launched_now: Launched | None = None
         self._storage: JobStorage | None = None
+        self._pace = WritePace()
 
     def take(self, job: ClusterJob) -> None:
-        """The TrainingJob as it is now. Raises SpecError when nobody says where it is saved."""
-        if not (job.spec.checkpoint.storage_uri or self._cluster.storage_root):
-            reason = "is required: this operator was installed without a storage of its own (storage.uri)"
-            raise SpecError("spec.checkpoint.storageUri", reason)
+        """The TrainingJob as it is now."""
         self._job = job
         self._owner = Owner(job=job.job, uid=job.uid)
 
@@ -119,7 +118,7 @@ class KubernetesBackend:
             status=status,
             intent=self._intent(),
             gang=self._gang(current, pods, now),
-            live_runs=self._live_runs(pods),
+            live_runs=self._live_runs(status, pods),
             agent=self._agents(current, pods, reports),
             reports=[job for report in reports for job in self._own(report)],
             awaited_agents=self._awaited(reports),
@@ -166,7 +165,7 @@ class KubernetesBackend:
             async with asyncio.TaskGroup() as group:
                 for index in range(launched.nodes):
                     group.create_task(self._make_pod(launch, index, before.get(index), gate), name=f"make pod {index}")
-        except* KubeError as several:
+        except* (KubeError, SpecError) as several:
             raise _first(several) from None
         await self._note(replace(launched, is_whole=True))
         self._asked_to_end.clear()
@@ -203,7 +202,24 @@ class KubernetesBackend:
         await self._kube.delete(self._job.path, uid=self._job.uid)
 
     async def write_status(self, status: Status) -> None:
+        """Progress alone may be held back: whoever asked for this calls `write_held_back` in `held_back_seconds`."""
+        if self._pace.is_due(status, time.monotonic()):
+            await self._write(status)
+
+    async def write_held_back(self) -> None:
+        """Writes what was held back, if it is due."""
+        status = self._pace.held_back(time.monotonic())
+        if status is not None:
+            await self._write(status)
+
+    def held_back_seconds(self) -> float | None:
+        """When what was held back is due; None when nothing is."""
+        return self._pace.wait_seconds(time.monotonic())
+
+    async def _write(self, status: Status) -> None:
+        begin = time.monotonic()
         await write_status(self._cluster, self._job.path, self._job.uid, status)
+        self._pace.note_written(status, begin)
 
     # ------------------------------------------------------------ observing
 
@@ -235,10 +251,12 @@ class KubernetesBackend:
         is_stopping = current.stopping_time is not None
         return workers_of(ours, launched.nodes, self._view.node, now=now, is_stopping=is_stopping)
 
-    def _live_runs(self, pods: Sequence[PodView]) -> frozenset[str]:
-        launched = self._launched()
-        half_made = launched.run if launched is not None and not launched.is_whole else None
-        # Pods of a gang that is still being made belong to the launch, which goes on: they are no stray ones.
+    def _live_runs(self, status: Status, pods: Sequence[PodView]) -> frozenset[str]:
+        launched, attempt = self._launched(), status.open_attempt
+        is_made = launched is None or launched.is_whole or attempt is None or launched.run != attempt.run
+        half_made = None if is_made or launched is None else launched.run
+        # Pods of a gang that is still being made belong to the launch, which goes on: they are no stray ones. An
+        # attempt that was ended before its launch was over has nobody else who would end them.
         return frozenset(pod.run for pod in pods if pod.is_alive and pod.run != half_made)
 
     def _own(self, report: NodeReport) -> list[JobStatus]:
@@ -323,6 +341,8 @@ class KubernetesBackend:
             except AlreadyExists:
                 made = await self._kube.get(f"{path}/{pod['metadata']['name']}")
                 self._check_ours(made)
+            except Invalid as error:
+                raise SpecError("spec", f"the API server refuses the pods that follow from it: {error}") from error
         self._view.take_pod(made)
 
     def _check_ours(self, document: JSON) -> None:
@@ -364,7 +384,14 @@ class KubernetesBackend:
         self._asked = await self._cluster.requests.ask(living, Request(job=self._job.job, run=run, ask=ask))
 
 
-def _first(several: BaseExceptionGroup[KubeError]) -> BaseException:
+def check_storage(cluster: Cluster, job: ClusterJob) -> None:
+    """Raises SpecError when nobody says where the job is saved."""
+    if not (job.spec.checkpoint.storage_uri or cluster.storage_root):
+        reason = "is required: this operator was installed without a storage of its own (storage.uri)"
+        raise SpecError("spec.checkpoint.storageUri", reason)
+
+
+def _first(several: BaseExceptionGroup[KubeError | SpecError]) -> BaseException:
     """One of the errors: pods that are alike are refused for the same reason."""
     found: BaseException = several
     while isinstance(found, BaseExceptionGroup):
