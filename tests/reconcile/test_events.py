@@ -56,7 +56,7 @@ def test_life_of_a_job_reads_as_a_story(make_world: MakeWorld) -> None:
         ("PodsCreated", "attempt 2 starts from step 10, 2 steps lost: 2 pods, run uid-2"),
         ("PodsReady", "all ranks are here"),
         ("CheckpointRestored", "all ranks restored step 10 from Memory"),
-        ("Recovered", "training goes on 7.0 s after the failure of attempt 1, 2 steps lost"),
+        ("Recovered", "training goes on 7.1 s after the failure of attempt 1, 2 steps lost"),
         (
             "Restarting",
             "attempt 2 failed: PodEvicted (uid-2-1 on node-1): was taken away; not counted towards maxRestarts",

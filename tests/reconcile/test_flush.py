@@ -8,6 +8,7 @@ from typing import Any
 
 from stepfast_operator.local.session import exit_code_of
 from stepfast_operator.observed import AgentState, DeadRank, Observed
+from stepfast_operator.policies import flush
 from stepfast_operator.record import ConditionType, FailedReason, State, Status
 
 MakeWorld = Callable[..., Any]
@@ -37,6 +38,24 @@ def test_step_whose_part_is_written_is_waited_for_until_it_is_committed(make_wor
     world.relaunched()
     assert world.launch_of(2).resume_step == 30
     assert not world.status.recoveries[0].steps_lost
+
+
+def test_step_whose_other_parts_nobody_will_write_is_not_waited_for_until_the_flush_times_out(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 600})
+    world.start()
+    world.make_step(30)
+    world.steps[10] = world.now
+    world.stage(30)
+    world.is_commit_held = True
+    world.fail()
+    began = world.now
+    world.relaunched()
+    assert flush.COMMIT_SECONDS <= world.now - began < flush.COMMIT_SECONDS + 5
+    assert world.launch_of(2).resume_step == 10
+    assert not world.status.current.flush_timed_out, "nothing was left that waiting would have saved"
+    assert world.status.recoveries[0].steps_lost == 20
 
 
 def test_flush_is_bounded_when_the_storage_does_not_take_it(make_world: MakeWorld) -> None:

@@ -130,6 +130,11 @@ class NoteFlushAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotePartsWritten:
+    """Record: every agent has persisted all its bytes; a step that is not committed soon will never be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetFlushAsked:
     """Record: the agent that was asked to flush is gone; the one after it is to be asked, too."""
 
@@ -185,6 +190,7 @@ Record: TypeAlias = (
     | BeginStop
     | NoteSuccess
     | NoteFlushAsked
+    | NotePartsWritten
     | ForgetFlushAsked
     | NoteFlushed
     | NoteHang

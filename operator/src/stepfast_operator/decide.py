@@ -115,7 +115,7 @@ def _between(observed: Observed) -> Decision:
         waiting = flush.flush(observed, ended, ended.ended_time)
         if waiting is not None:
             return waiting
-        left = NoteFlushed(timed_out=flush.is_left(observed, ended.run))
+        left = NoteFlushed(timed_out=flush.is_left(observed, ended))
         return _decision("the failed run is flushed", left, RequeueAfter(seconds=0))
     if ended is not None and ended.verdict is Verdict.FAIL:
         reason = ended.fail_reason or FailedReason.FAILURE_POLICY

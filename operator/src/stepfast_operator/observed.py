@@ -169,3 +169,9 @@ class Observed:
         Bytes alone do not tell: a part that is written holds none, and is no step before its manifest is there (I1).
         """
         return any(report.pending_bytes > 0 or report.pending_steps for report in self.all_reports_of(run))
+
+    def has_only_commits_left(self, run: str) -> bool:
+        """Whether all that was staged is written, and nothing stands in the way of the manifests but parts that others
+        may never have written.
+        """
+        return not any(report.pending_bytes > 0 or report.persist_error for report in self.all_reports_of(run))

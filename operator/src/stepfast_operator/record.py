@@ -207,6 +207,7 @@ class Attempt:
     stopping_time: float | None = None
     succeeded_time: float | None = None
     flush_asked_time: float | None = None
+    parts_written_time: float | None = None  # when no agent had bytes of it left to persist, at most steps to commit
     ended_time: float | None = None  # None: open
     flushed_time: float | None = None  # when nothing more of it was waited for
     flush_timed_out: bool = False

@@ -25,6 +25,7 @@ from stepfast_operator.actions import (
     MarkResumed,
     MarkSuspended,
     NoteFlushAsked,
+    NotePartsWritten,
     NoteFlushed,
     NoteHang,
     NoteSuccess,
@@ -116,7 +117,14 @@ def _fold(status: Status, record: Record, observed: Observed) -> Status:
 
 def _note(
     current: Attempt,
-    record: BeginSuspend | BeginStop | NoteSuccess | NoteFlushAsked | ForgetFlushAsked | NoteFlushed | NoteHang,
+    record: BeginSuspend
+    | BeginStop
+    | NoteSuccess
+    | NoteFlushAsked
+    | NotePartsWritten
+    | ForgetFlushAsked
+    | NoteFlushed
+    | NoteHang,
     now: float,
 ) -> Attempt:
     """Records that only note a time in the current attempt."""
@@ -129,8 +137,10 @@ def _note(
             return replace(current, succeeded_time=now)
         case NoteFlushAsked():
             return replace(current, flush_asked_time=now)
+        case NotePartsWritten():
+            return replace(current, parts_written_time=now)
         case ForgetFlushAsked():
-            return replace(current, flush_asked_time=None)
+            return replace(current, flush_asked_time=None, parts_written_time=None)
         case NoteFlushed():
             return replace(current, flushed_time=now, flush_timed_out=record.timed_out)
         case NoteHang():
@@ -168,6 +178,7 @@ def _end(status: Status, record: EndAttempt, now: float) -> Status:
         ended_time=now,
         verdict=record.verdict,
         flush_asked_time=None,
+        parts_written_time=None,
         fail_reason=record.fail_reason,
         fail_message=record.fail_message,
     )
@@ -322,7 +333,9 @@ def _resume(status: Status, now: float) -> Status:
     """
     current = status.current
     if current is not None and current.flush_timed_out:
-        current = replace(current, flush_asked_time=None, flushed_time=None, flush_timed_out=False)
+        current = replace(
+            current, flush_asked_time=None, parts_written_time=None, flushed_time=None, flush_timed_out=False
+        )
     return replace(status, state=State.PENDING, start_time=now, current=current)
 
 

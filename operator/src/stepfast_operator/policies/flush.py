@@ -7,6 +7,7 @@ from stepfast_operator.actions import (
     FlushRun,
     ForgetFlushAsked,
     NoteFlushAsked,
+    NotePartsWritten,
     RequeueAfter,
     StartAgent,
 )
@@ -16,6 +17,8 @@ from stepfast_operator.record import Attempt
 _POLL_SECONDS = 0.25
 # An agent that answers is asked what is left even when there is no time to wait for it; one that does not, no longer.
 _ASK_SECONDS = 5.0
+# By then the agent of rank 0 has committed whatever is whole, or another agent has in its place.
+COMMIT_SECONDS = 10.0
 _SILENT = (AgentState.GONE, AgentState.STARTING)
 
 
@@ -41,14 +44,26 @@ def flush(observed: Observed, attempt: Attempt, since: float) -> Decision | None
     if observed.awaited_agents:
         why = f"the agents of {', '.join(observed.awaited_agents)} have yet to say what is left"
         return Decision(actions=(ask, wait), why=why)
-    if observed.has_pending(attempt.run):
-        return Decision(actions=(ask, wait), why="what is staged is being persisted")
-    return None
+    if not observed.has_pending(attempt.run) or _is_given_up(observed, attempt):
+        return None
+    if observed.has_only_commits_left(attempt.run) and attempt.parts_written_time is None:
+        return Decision(actions=(NotePartsWritten(), wait), why="what is staged is written and yet to be committed")
+    return Decision(actions=(ask, wait), why="what is staged is being persisted")
 
 
-def is_left(observed: Observed, run: str) -> bool:
+def _is_given_up(observed: Observed, attempt: Attempt) -> bool:
+    """Whether what is not committed never will be: a rank died before it had staged its share, or its node with it."""
+    written = attempt.parts_written_time
+    if written is None or not observed.has_only_commits_left(attempt.run):
+        return False
+    return observed.now - waiting_since(observed, written) >= COMMIT_SECONDS
+
+
+def is_left(observed: Observed, attempt: Attempt) -> bool:
     """Whether something of the run may be in memory alone when the time to flush it is over."""
-    return observed.has_pending(run) or observed.agent in _SILENT or bool(observed.awaited_agents)
+    if observed.agent in _SILENT or observed.awaited_agents:
+        return True
+    return observed.has_pending(attempt.run) and not _is_given_up(observed, attempt)
 
 
 def may_hold_more(observed: Observed, attempt: Attempt) -> bool:
