@@ -193,6 +193,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
         sampler=sampler,
         latest=latest,  # plain values; the loss is each rank's own, what `replicated` names is equal on all
         replicated=("optimizer", "scheduler", "sampler"),
+        total_steps=args.steps,
         interval=every(steps=args.save_every),
     )
     start = checkpointer.restore()

@@ -38,7 +38,7 @@ EXAMPLES: list[Message] = [
     protocol.Reserve(id=1, step=5, name="state", size_bytes=10, window_begin=9, drop=(1, 2)),
     protocol.Staged(slot=2, seq=7, stall_seconds=0.25),
     protocol.Skipped(step=5),
-    Progress(step=5, time=1.5, metrics={"loss": 0.5}),
+    Progress(step=5, time=1.5, metrics={"loss": 0.5}, total_steps=300),
     protocol.Restored(step=5, tier="Memory", seconds=0.5),
     protocol.Steps(id=2),
     protocol.Supersede(id=2, step=-1),
@@ -188,6 +188,12 @@ def test_hello_out_of_range_is_refused(changes: dict[str, object]) -> None:
 def test_hello_of_another_version_says_which_versions_they_are() -> None:
     with pytest.raises(ProtocolMismatch, match="protocol 2, the agent 1"):
         decode(json.dumps({**_document(HELLO), "version": 2}).encode())
+
+
+def test_heartbeat_of_an_sdk_from_before_total_steps_is_understood() -> None:
+    document = _document(Progress(step=1, time=2.0, metrics={}))
+    del document["total_steps"]
+    assert decode(json.dumps(document).encode()) == Progress(step=1, time=2.0, metrics={})
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,3 +77,77 @@ def test_stopped_launcher_ends_its_ranks_and_blames_none(
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=90) == 128 + signal.SIGTERM
     assert not (tmp_path / "termination.json").exists()
+
+
+RESTARTED = """
+import os, signal, sys
+rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+open(os.path.join(os.path.dirname(__file__), f"rank-{rank}-launch-{restarts}"), "x").close()
+if rank == "1" and restarts in sys.argv[1].split(","):
+    os._exit(3 + int(restarts))
+if restarts in sys.argv[1].split(","):
+    signal.pause()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_node(folder: Path, node: int, port: int, *, failing_launches: str) -> subprocess.Popen[bytes]:
+    """One of two nodes, each with one rank; rank 1 fails in these launches, in which rank 0 waits for ever."""
+    (folder / "restarted.py").write_text(RESTARTED)
+    options = [
+        "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=test", f"--rdzv-conf=is_host={'true' if node == 0 else 'false'}", "--local-addr=127.0.0.1",
+        "--max-restarts=1", "--monitor-interval=0.1",
+    ]  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", "stepfast.launcher", *options, "--", str(folder / "restarted.py"), failing_launches],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "STEPFAST_TERMINATION_LOG": str(folder / f"termination-{node}.json"),
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def test_ranks_of_all_nodes_count_a_restart_in_place_alike(owned: str, tmp_path: Path) -> None:
+    port = free_port()
+    nodes = [start_node(tmp_path, node, port, failing_launches="0") for node in (0, 1)]
+    assert [node.wait(timeout=180) for node in nodes] == [0, 0]
+    assert sorted(path.name for path in tmp_path.glob("rank-*")) == [
+        "rank-0-launch-0",
+        "rank-0-launch-1",
+        "rank-1-launch-0",
+        "rank-1-launch-1",
+    ]
+    said = [json.loads((tmp_path / f"termination-{node}.json").read_text()) for node in (0, 1)]
+    assert [document["exitCode"] for document in said] == [0, 0], "what was survived is no failure"
+
+
+def test_failure_after_a_restart_in_place_is_told_and_not_the_one_before_it(owned: str, tmp_path: Path) -> None:
+    port = free_port()
+    nodes = [start_node(tmp_path, node, port, failing_launches="0,1") for node in (0, 1)]
+    failed = _ended(nodes)
+    said = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("termination-*.json"))]
+    assert failed.returncode == 4
+    assert 4 in [document["exitCode"] for document in said]
+    for node in nodes:
+        node.terminate()
+        node.wait(timeout=60)
+
+
+def _ended(nodes: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """The node that ends first: the other's rank waits for ever."""
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        for node in nodes:
+            if node.poll() is not None:
+                return node
+        time.sleep(0.05)
+    raise AssertionError("no node has ended")

@@ -85,3 +85,24 @@ def test_goodput_counts_training_and_not_the_save_after_its_last_step(make_world
     world.succeed()
     world.settle()
     assert world.status.goodput_ratio == pytest.approx(10 / (world.now - began), rel=0.05)
+
+
+def test_status_tells_how_far_training_is_and_how_long_it_still_takes(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(1)
+    world.settle()
+    trainer = world.status.trainer_status
+    assert (trainer.progress_percentage, trainer.estimated_remaining_seconds) == (None, None), "nobody said"
+    world.total_steps = 1000
+    world.advance(100)
+    world.make_step(201)
+    world.settle()
+    trainer = world.status.trainer_status
+    assert (trainer.steps_per_second, trainer.progress_percentage) == (pytest.approx(2, rel=0.05), 20)
+    assert trainer.estimated_remaining_seconds == pytest.approx(400, rel=0.05)
+    world.advance(400)
+    world.make_step(1001)
+    world.settle()
+    trainer = world.status.trainer_status
+    assert (trainer.progress_percentage, trainer.estimated_remaining_seconds) == (100, 0)

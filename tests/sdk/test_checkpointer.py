@@ -64,10 +64,12 @@ def test_interval_comes_from_the_launcher_unless_given(bench: Any) -> None:
         pytest.param({"interval": "often", "state": {}}, id="interval"),
         pytest.param({"replicated": ["nothing"], "state": {}}, id="replicated"),
         pytest.param({"rng": {}}, id="reserved name"),
+        pytest.param({"total_steps": 0, "state": {}}, id="no steps in all"),
+        pytest.param({"total_steps": True, "state": {}}, id="no number of steps"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], bench: Any) -> None:
-    with pytest.raises(ValueError, match=r"interval|nothing|rng"):
+    with pytest.raises(ValueError, match=r"interval|nothing|rng|total_steps"):
         bench.make(**arguments)
 
 

@@ -13,6 +13,8 @@ Invariants owned here:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stepfast.step import run_id
 from stepfast_operator.actions import (
     Action,
@@ -51,6 +53,14 @@ def decide(observed: Observed) -> Decision:
     """The actions that bring the job closer to what is wanted, and why. Records among them are folded into
     the status.
     """
+    decision, kept = _decide(observed), observed.spec.ttl_seconds_after_finished
+    if kept is not None and any(isinstance(action, MarkComplete | MarkFailed) for action in decision.actions):
+        # It is over with this pass; the next one is to come when it is to be deleted.
+        return replace(decision, actions=(*decision.actions, RequeueAfter(seconds=kept)))
+    return decision
+
+
+def _decide(observed: Observed) -> Decision:
     status = observed.status
     attempt = status.open_attempt
     amended = _amend(observed)

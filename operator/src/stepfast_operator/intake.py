@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast_operator.observed import Gang, Intent, Observed, WorkerPhase
@@ -130,12 +131,25 @@ def _trainer(before: TrainerStatus, current: Attempt, ranks: Sequence[RankStatus
     if current.first_step is not None and current.newest_step > current.first_step:
         seconds = (current.newest_step_time or 0.0) - (current.first_step_time or 0.0)
         speed = round((current.newest_step - current.first_step) / seconds, 4) if seconds > 0 else speed
+    total = max((rank.total_steps for rank in ranks if rank.total_steps is not None), default=None)
+    percentage, remaining = before.progress_percentage, before.estimated_remaining_seconds
+    if total is not None:
+        percentage, remaining = _ahead(current.newest_step, total, speed)
     return TrainerStatus(
         global_step=current.newest_step,
+        progress_percentage=percentage,
+        estimated_remaining_seconds=remaining,
         steps_per_second=speed,
         metrics=_metrics(first) or before.metrics,
         last_updated_time=current.newest_step_time,
     )
+
+
+def _ahead(step: int, total: int, speed: float | None) -> tuple[int, int | None]:
+    """How far training is (percent), and how many seconds it still takes at that speed."""
+    left = max(0, total - step)
+    seconds = ceil(left / speed) if speed else None
+    return min(100, 100 * step // total), 0 if left == 0 else seconds
 
 
 def _metrics(rank: RankStatus | None) -> tuple[Metric, ...]:

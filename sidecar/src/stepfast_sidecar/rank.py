@@ -116,6 +116,7 @@ class _RankServer:
             case Progress():
                 session.global_step, session.step_time = message.step, message.time
                 session.metrics = message.metrics or session.metrics
+                session.total_steps = message.total_steps or session.total_steps
                 self._agent.changed(False)
             case Staged():
                 self._staged(message)

@@ -35,6 +35,7 @@ class Session:
     ended_time: float | None = None
     global_step: int | None = None
     step_time: float | None = None
+    total_steps: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     waiting: bool = False
     waited_time: float | None = None
@@ -61,7 +62,7 @@ class Session:
             global_step=self.global_step, step_time=self.step_time, ended_time=self.ended_time,
             restored_step=self.restored_step, restored_time=self.restored_time, restored_tier=self.restored_tier,
             restore_seconds=self.restore_seconds, metrics=dict(self.metrics) or None, waiting=self.waiting,
-            waited_time=self.waited_time,
+            waited_time=self.waited_time, total_steps=self.total_steps,
         )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from stepfast.elastic import count_launches
 from stepfast.errors import GangError
 from stepfast.rendezvous import wait_for_host
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torchrun's own default, without its six lines of warning.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
-    threading.Thread(target=_watch_children, args=(report,), name="stepfast-children", daemon=True).start()
+    count_launches(lambda _: _watch_launch(report))
     try:
         wait_for_host(str(args.rdzv_endpoint or ""))
         torchrun.run(args)  # type: ignore[no-untyped-call] # torch's
@@ -76,13 +77,18 @@ class _Report:
         self._log_dir = log_dir
         self._lock = threading.Lock()
         self._first: dict[str, object] | None = None
+        self._launch = 0
         self.is_stopping = False
 
-    def fail(self, rank: int, local_rank: int, exit_code: int, message: str | None = None) -> None:
-        """Takes down a rank's end; `exit_code` is negative for a signal. Later ones change nothing."""
+    def fail(
+        self, rank: int, local_rank: int, exit_code: int, message: str | None = None, *, launch: int | None = None
+    ) -> None:
+        """Takes down a rank's end; `exit_code` is negative for a signal. Later ones change nothing, nor does one of a
+        launch that another has followed.
+        """
         with self._lock:
             # Ranks that fall while the gang is being stopped have not failed.
-            if self._first is not None or self.is_stopping:
+            if self._first is not None or self.is_stopping or launch not in (None, self._launch):
                 return
             self._first = {
                 "rank": rank,
@@ -93,6 +99,17 @@ class _Report:
                 "time": time.time(),
             }
             self._store(self._first)
+
+    def begin(self) -> None:
+        """All ranks are started: what ended the ranks before them ends nothing any more."""
+        with self._lock:
+            self._first = None
+            self._launch += 1
+
+    @property
+    def launch(self) -> int:
+        """Counts the times that all ranks were started."""
+        return self._launch
 
     def finish(self, rank: int, failure: ProcessFailure) -> int:
         """Completes the report with torchrun's own; returns the exit status of the rank that failed first."""
@@ -181,14 +198,23 @@ class _Rank:
     local_world_size: int
 
 
-def _watch_children(report: _Report) -> None:
-    """Reports the first rank that ends in failure, at once.
+def _watch_launch(report: _Report) -> None:
+    """Watches the ranks that are about to be started."""
+    report.begin()
+    watch = threading.Thread(
+        target=_watch_children, args=(report, report.launch), name="stepfast-children", daemon=True
+    )  # fmt: skip
+    watch.start()
+
+
+def _watch_children(report: _Report, launch: int) -> None:
+    """Reports the first rank of a launch that ends in failure, at once.
 
     torchrun polls, and ends the other ranks before it says anything. `waitid` with WNOWAIT looks at an ended
     child without taking it from torchrun.
     """
     ranks: dict[int, _Rank] = {}
-    while True:
+    while report.launch == launch:
         _learn_ranks(ranks)
         is_complete = any(len(ranks) >= rank.local_world_size for rank in ranks.values())
         try:
@@ -201,7 +227,7 @@ def _watch_children(report: _Report) -> None:
                 # What it printed last says why. torchrun passes that on a moment later, and whoever reads the report
                 # ends torchrun at once.
                 time.sleep(_LAST_WORDS_SECONDS)
-            report.fail(rank.rank, rank.local_rank, ended.si_status if is_exit else -ended.si_status)
+            report.fail(rank.rank, rank.local_rank, ended.si_status if is_exit else -ended.si_status, launch=launch)
             return
         # A child that ended well stays visible until torchrun polls, and at first the ranks are yet to come.
         time.sleep(0.05)

@@ -28,6 +28,7 @@ class RankStatus:
     joined_time: float
     global_step: int | None = None  # newest step it reported
     step_time: float | None = None  # when it reported that step
+    total_steps: int | None = None  # that it is to make
     waiting: bool = False  # for memory: every slot holds a step that the storage has not taken yet
     waited_time: float | None = None  # when it last did so
     ended_time: float | None = None
@@ -124,6 +125,7 @@ _RANK_FIELDS = {
     "global_step": "globalStep", "step_time": "time", "ended_time": "endedTime", "restored_step": "restoredStep",
     "restored_time": "restoredTime", "restored_tier": "restoredTier", "restore_seconds": "restoreSeconds",
     "metrics": "metrics", "waiting": "waiting", "waited_time": "waitedTime",
+    "total_steps": "totalSteps",
 }  # fmt: skip
 _SAVE_FIELDS = {
     "count": "count", "stall_seconds_total": "stallSecondsTotal", "stall_seconds_last": "stallSecondsLast",

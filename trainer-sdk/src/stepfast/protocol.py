@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from math import isfinite
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -131,14 +131,16 @@ class Skipped(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Message):
-    """Heartbeat: this rank finished the step."""
+    """Heartbeat: this rank finished the step. `total_steps`: how many it is to make in all; 0: it has not said."""
 
     step: int
     time: float
     metrics: Mapping[str, float]
+    total_steps: int = 0
 
     def __post_init__(self) -> None:
         _check_step(self.step)
+        _check_step(self.total_steps)
         _check(len(self.metrics) <= MAX_METRICS and all(len(k) <= MAX_METRIC_NAME for k in self.metrics), "metrics")
 
 
@@ -363,9 +365,10 @@ def decode(body: bytes) -> Message:
     if cls is None:
         raise ProtocolError("a frame of an unknown type")
     expected = _FIELD_TYPES[cls]
-    if document.keys() != expected.keys():
+    # What came to a message later has a default, and an SDK from before it does not send it.
+    if not _REQUIRED[cls] <= document.keys() <= expected.keys():
         raise ProtocolError(f"{cls.__name__} with the fields {sorted(document)[:20]}")
-    values = {key: _read(f"{cls.__name__}.{key}", document[key], want) for key, want in expected.items()}
+    values = {key: _read(f"{cls.__name__}.{key}", value, expected[key]) for key, value in document.items()}
     return cls(**values)
 
 
@@ -396,6 +399,7 @@ def _types_of(cls: type[Message]) -> Mapping[str, Any]:
 
 
 _FIELD_TYPES: Mapping[type[Message], Mapping[str, Any]] = {cls: _types_of(cls) for cls in _BY_NAME.values()}
+_REQUIRED = {cls: {field.name for field in fields(cls) if field.default is MISSING} for cls in _BY_NAME.values()}
 
 
 def _read(where: str, value: object, want: Any) -> Any:

@@ -69,6 +69,7 @@ class FakeBackend:
         self.launches: list[LaunchGang] = []
         self.saved: Status | None = None
         self.is_deleted = False
+        self.total_steps: int | None = None
         self.generation: int | None = None
         self.awaited_agents: tuple[str, ...] = ()
 
@@ -101,7 +102,9 @@ class FakeBackend:
         """Every living rank reports that step."""
         for rank, status in self.gang.ranks.items():
             if status.alive:
-                self.gang.ranks[rank] = replace(status, global_step=step, step_time=self.now, metrics=metrics)
+                self.gang.ranks[rank] = replace(
+                    status, global_step=step, step_time=self.now, metrics=metrics, total_steps=self.total_steps
+                )
 
     def stage(self, step: int) -> None:
         run = restarted_run(self.gang.run, len(self.gang.earlier_ranks))

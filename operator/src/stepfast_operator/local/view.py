@@ -106,7 +106,8 @@ def panel(title: str, status: Status) -> Group:
 def _training(status: Status) -> list[str]:
     trainer = status.trainer_status
     speed = trainer.steps_per_second
-    cells = [f"step {_number(trainer.global_step)}", f"{speed:.2f} steps/s" if speed is not None else ""]
+    far = f" ({trainer.progress_percentage} %)" if trainer.progress_percentage is not None else ""
+    cells = [f"step {_number(trainer.global_step)}{far}", f"{speed:.2f} steps/s" if speed is not None else ""]
     return cells + [f"{metric.name} {metric.value:.4g}" for metric in trainer.metrics[:4]]
 
 

@@ -28,7 +28,7 @@ from stepfast.errors import (
 )
 from stepfast.layout import job_folder
 from stepfast.protocol import FinalSaved, Restored, Skipped
-from stepfast.step import Tier
+from stepfast.step import MAX_STEP, Tier
 from stepfast.storage import Store, open_store
 from stepfast.torch.join import join_agent, join_gang
 from stepfast.torch.objects import ObjectSet
@@ -86,6 +86,7 @@ class Checkpointer:
 
     interval: `"auto"` (Young/Daly from the measured stall), `every(steps=)`, `every(seconds=)`; None takes what
     the launcher said, else auto.
+    total_steps: how many steps training is to make; the job's status then shows how far it is.
     weights_only: False allows objects that only travel pickled to be restored, which runs their code.
     """
 
@@ -93,6 +94,7 @@ class Checkpointer:
         self,
         *,
         interval: Interval | str | None = None,
+        total_steps: int | None = None,
         storage_uri: str | None = None,
         name: str = "state",
         replicated: Sequence[str] = (),
@@ -101,6 +103,7 @@ class Checkpointer:
         **objects: Any,
     ) -> None:
         self._closed = False
+        total = _checked_total(total_steps)
         self._environment = environment if environment is not None else read_environment()
         if storage_uri is not None:
             self._environment = replace(self._environment, storage_uri=absolute_storage_uri(storage_uri))
@@ -112,6 +115,8 @@ class Checkpointer:
         self._store: Store | None = None
         self._direct: DirectSaver | None = None
         self._link = join_agent(self._environment, self._gang)
+        if self._link is not None:
+            self._link.total_steps = total
         self._agent = AgentSaver(self._link, self._environment, name) if self._link is not None else None
         self._source: Source = (
             AgentSource(self._link)
@@ -403,6 +408,13 @@ class Checkpointer:
     def _at_exit(self) -> None:
         # Without close() nothing is lost either: what is staged is the agent's by now.
         self._end()
+
+
+def _checked_total(total_steps: int | None) -> int:
+    """0: not said. Raises ValueError."""
+    if total_steps is not None and (isinstance(total_steps, bool) or not 0 < total_steps <= MAX_STEP):
+        raise ValueError(f"total_steps is {total_steps!r}: give how many steps training is to make, or leave it out")
+    return total_steps or 0
 
 
 def _interval_of(interval: Interval | str | None, environment: Environment) -> Interval:

@@ -46,6 +46,7 @@ class AgentLink:
         self._path, self._hello = path, hello
         self.maps = SlotMaps()
         self.save_requested = False
+        self.total_steps = 0  # that the script is to make; 0: it has not said
         self._metrics_cut = False
         self._metrics_time = -math.inf
         self._metrics_left: Mapping[str, object] = {}  # of the newest step, not yet told
@@ -100,7 +101,7 @@ class AgentLink:
         else:
             self._metrics_left = metrics or self._metrics_left
         self._last_step = step
-        self.tell(Progress(step=step, time=time.time(), metrics=carried))
+        self.tell(Progress(step=step, time=time.time(), metrics=carried, total_steps=self.total_steps))
 
     def _readable(self, metrics: Mapping[str, object]) -> dict[str, float]:
         """What a heartbeat can carry: none of the rest may end training."""
@@ -186,7 +187,7 @@ class AgentLink:
         """Says goodbye."""
         if self._metrics_left:
             left = self._readable(self._metrics_left)
-            self.tell(Progress(step=self._last_step, time=time.time(), metrics=left))
+            self.tell(Progress(step=self._last_step, time=time.time(), metrics=left, total_steps=self.total_steps))
         with self._changed:
             self._closed = True
             client, self._client = self._client, None
