@@ -129,8 +129,9 @@ def test_job_is_deleted_exactly_when_its_time_is_over(make_world: MakeWorld, is_
     world = make_world(ttlSecondsAfterFinished=100, failurePolicy={"maxRestarts": 0})
     world.start()
     world.fail() if is_failed else world.succeed()
-    while not world.status.is_terminal:
-        world.turn()
+    while not world.look().after.is_terminal:
+        world.advance(world.passes[-1].decision.requeue_seconds)
+    assert world.passes[-1].decision.requeue_seconds == 100
     ended = world.status.completion_time
     world.advance(40)
     forget(world)

@@ -122,10 +122,11 @@ def _between(observed: Observed) -> Decision:
     if status.state is State.SUSPENDED and observed.intent is Intent.RUN:
         return _decision("asked to go on", MarkResumed(), RequeueAfter(seconds=0))
     if ended is not None and ended.ended_time is not None and ended.flushed_time is None:
-        waiting = flush.flush(observed, ended, ended.ended_time)
+        is_launched = observed.gang is not None  # what never ran has staged nothing
+        waiting = flush.flush(observed, ended, ended.ended_time) if is_launched else None
         if waiting is not None:
             return waiting
-        left = NoteFlushed(timed_out=flush.is_left(observed, ended))
+        left = NoteFlushed(timed_out=is_launched and flush.is_left(observed, ended))
         return _decision("the failed run is flushed", left, RequeueAfter(seconds=0))
     if ended is not None and ended.verdict is Verdict.FAIL:
         reason = ended.fail_reason or FailedReason.FAILURE_POLICY
