@@ -35,7 +35,7 @@ check: lint test
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p stepfast -p stepfast_sidecar -p stepfast_operator -p testcluster -p testcrds -p testchart -p testoperator -m backendcontract
+	$(BIN)/mypy -p stepfast -p stepfast_sidecar -p stepfast_operator -p testcluster -p testcrds -p testchart -p testoperator -p testjobs -m backendcontract
 	$(BIN)/lint-imports
 
 # Stall, persist and restore against plain copies of the same bytes, in one run.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from testjobs.job import Team
+from testjobs.release import Release, install
 
 from testcluster.binaries import Binaries
 from testcluster.claim import Claim
@@ -16,9 +18,12 @@ from testcluster.cluster import Cluster, check_machine
 from testcluster.controlplane import KubernetesClient
 from testcluster.fixtures import api_server, loudly
 from testcluster.images import ProjectImages, pause, project_images
+from testcluster.jobnamespace import job_namespace
 from testoperator.crds import install_crds
 
 __all__ = ["api_server"]
+
+TRAINER = Path(__file__).parent / "trainer.py"
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +65,41 @@ def cluster_azurite(cluster: Cluster, serve_azurite: Callable[[str], AbstractCon
     """An `Azurite` (tests/conftest.py) that pods and the host reach at the same address."""
     with serve_azurite(cluster.address) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def release(cluster: Cluster, images: ProjectImages, cluster_azurite: Any) -> Release:
+    """Stepfast, installed by helm."""
+    return install(cluster, images, cluster_azurite)
+
+
+@pytest.fixture(scope="session")
+def team(release: Release, images: ProjectImages) -> Iterator[Team]:
+    """A namespace that enforces the restricted Pod Security Standard, in which jobs train."""
+    cluster = release.cluster
+    with job_namespace(cluster, "team"):
+        cluster.kubectl("create", "configmap", "trainer", "-n", "team", f"--from-file=trainer.py={TRAINER}")
+        yield Team(cluster=cluster, namespace="team", image=images.trainer)
+
+
+@pytest.fixture(scope="session")
+def third_node(team: Team, images: ProjectImages, release: Release) -> str:
+    """One machine more, for when one is lost: a gang of two then finds another."""
+    node = team.cluster.add_node(3, images=[pause(), *images.archives])
+    release.wait_until_ready()
+    release.wait_for_agents(3)
+    return node.name
+
+
+@pytest.fixture(scope="session")
+def undisturbed(team: Team) -> Mapping[int, str]:
+    """What the ranks of the trainer end with when nothing happens to them."""
+    job = team.submit("undisturbed")
+    status = job.wait_for_end()
+    assert status["restarts"] == 0
+    digests = job.digests()
+    assert set(digests) == {0, 1}
+    return digests
 
 
 def keep_logs(cluster: Cluster, request: pytest.FixtureRequest) -> None:

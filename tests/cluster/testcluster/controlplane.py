@@ -17,7 +17,7 @@ from testcluster.credentials import ADMIN, CONTROLLERS, DNS, PROXY, SCHEDULER, C
 from testcluster.waiting import CommandFailed, wait_until
 
 READY_SECONDS = 120.0
-# Bodies only of what a test must know all about: who made and who deleted which pod.
+# Bodies only of what a test must know all about: who made and who deleted which pod, and when it had ended.
 AUDIT_POLICY = """\
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -26,6 +26,9 @@ rules:
 - level: RequestResponse
   verbs: [create, delete, deletecollection]
   resources: [{group: "", resources: [pods]}]
+- level: RequestResponse
+  verbs: [patch, update]
+  resources: [{group: "", resources: [pods/status]}]
 - level: Metadata
 """
 DNS_CONFIGURATION = """\

@@ -1,0 +1,90 @@
+"""Stepfast, installed with helm into a cluster as its administrator does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testcluster.cluster import Cluster
+from testcluster.images import ProjectImages
+from testcluster.waiting import wait_until
+
+NAMESPACE = "stepfast-system"
+CHART = Path(__file__).parents[3] / "charts" / "stepfast"
+_SECRET = "storage"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """An installed chart, with its storage in Azurite."""
+
+    cluster: Cluster
+    storage_uri: str
+    options: tuple[str, ...]
+
+    def upgrade(self, *options: str) -> None:
+        self.cluster.helm(
+            "upgrade", "stepfast", str(CHART), "--namespace", NAMESPACE, *self.options, *options, "--wait"
+        )
+
+    def uninstall(self) -> None:
+        self.cluster.helm("uninstall", "stepfast", "--namespace", NAMESPACE, "--wait")
+
+    def operator_pod(self) -> dict[str, Any]:
+        """The operator's only pod that is not on its way out."""
+        return self._pods("operator")[0]
+
+    def agent_pod(self, node: str) -> dict[str, Any]:
+        return next(pod for pod in self._pods("sidecar") if pod["spec"].get("nodeName") == node)
+
+    def kill_container(self, pod: dict[str, Any]) -> None:
+        """SIGKILL to its first process, from the node: the kubelet starts it again in the same pod."""
+        node = self.cluster.nodes[pod["spec"]["nodeName"]]
+        identity = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
+        socket = str(node.folder / "containerd.sock")
+        node.run("ctr", "--address", socket, "--namespace", "k8s.io", "tasks", "kill", "--signal", "SIGKILL", identity)
+
+    def wait_until_ready(self) -> None:
+        for what in ("deployment/stepfast-operator", "daemonset/stepfast-sidecar"):
+            self.cluster.kubectl("rollout", "status", what, "-n", NAMESPACE, "--timeout=180s", timeout_seconds=200)
+
+    def wait_for_agents(self, nodes: int) -> None:
+        """Until every node's agent says in its CheckpointNode that it serves."""
+
+        def have_all() -> bool:
+            found = self.cluster.get("checkpointnodes")["items"]
+            return sum("status" in node for node in found) >= nodes
+
+        wait_until("every agent has its CheckpointNode", have_all, seconds=60)
+
+    def _pods(self, component: str) -> list[dict[str, Any]]:
+        chosen = f"app.kubernetes.io/name=stepfast,app.kubernetes.io/component={component}"
+        items = self.cluster.get("pods", "-n", NAMESPACE, "-l", chosen)["items"]
+        return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
+
+
+def install(cluster: Cluster, images: ProjectImages, azurite: Any) -> Release:
+    """Installs the chart and waits until operator and agents are ready."""
+    container = azurite.new_container()
+    cluster.kubectl("create", "namespace", NAMESPACE)
+    cluster.kubectl(
+        "create", "secret", "generic", _SECRET, "-n", NAMESPACE,
+        f"--from-literal=AZURE_STORAGE_CONNECTION_STRING={azurite.connection_string()}",
+    )  # fmt: skip
+    values = {
+        "storage.uri": f"az://{container}/jobs",
+        "storage.secretName": _SECRET,
+        "image.pullPolicy": "Never",
+        "networkPolicy.storagePorts": f"{{{azurite.port}}}",
+        "sidecar.memory.limit": "1Gi",
+    }
+    for component, reference in (("operator", images.operator), ("sidecar", images.sidecar)):
+        repository, _, tag = reference.rpartition(":")
+        values |= {f"{component}.image.repository": repository, f"{component}.image.tag": tag}
+    options = tuple(part for name, value in values.items() for part in ("--set", f"{name}={value}"))
+    cluster.helm("install", "stepfast", str(CHART), "--namespace", NAMESPACE, *options)
+    release = Release(cluster=cluster, storage_uri=values["storage.uri"], options=options)
+    release.wait_until_ready()
+    release.wait_for_agents(len(cluster.nodes))
+    return release
