@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 PAGE = 500
 IDLE_SECONDS = 90.0  # the server sends a bookmark about once a minute
 _WATCH_SECONDS = 300
+_SHORTEST_WATCH_SECONDS = 0.5  # what ends watches at once, time after time, is not to be asked without a pause
 _LONGEST_PAUSE_SECONDS = 15.0
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -84,11 +85,17 @@ class Reflector(Generic[K, V]):
         """Lists and watches until cancelled."""
         failures = 0
         while True:
+            begin = time.monotonic()
             try:
-                await (self._follow() if self._version else self._list())
+                if self._version:
+                    await self._follow()
+                    await _not_before(begin + _SHORTEST_WATCH_SECONDS)
+                else:
+                    await self._list()
                 failures = 0
             except Expired:
                 self._version = ""
+                await _not_before(begin + _SHORTEST_WATCH_SECONDS)
             except KubeError as error:
                 failures += 1
                 wait = min(_LONGEST_PAUSE_SECONDS, 0.2 * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)
@@ -154,3 +161,8 @@ class Reflector(Generic[K, V]):
 
 def _version_of(document: JSON) -> int:
     return int(document["metadata"]["resourceVersion"])
+
+
+async def _not_before(time_seconds: float) -> None:
+    """Returns at that time of the monotonic clock, or at once when it is over."""
+    await asyncio.sleep(max(0.0, time_seconds - time.monotonic()))

@@ -112,6 +112,11 @@ class ApiServer(KubernetesClient):
         self._start_api_server()
         wait_until("the API server is ready", self._is_ready, seconds=READY_SECONDS)
 
+    def restart_api_server(self) -> None:
+        """Starts it once more, after its end. Returns when requests are answered."""
+        self._start_api_server()
+        wait_until("the API server is ready again", self._is_ready, seconds=READY_SECONDS)
+
     def _is_ready(self) -> bool:
         if not self.claim.is_alive("kube-apiserver"):
             raise RuntimeError(f"the API server ended: {self.claim.log('kube-apiserver').read_text()[-3000:]}")

@@ -109,7 +109,7 @@ class Kubelets:
                 if node not in self.stuck:
                     await self._terminate(metadata["name"], pod["status"].get("phase"))
             elif node is None:
-                await self._bind(metadata["name"], int(metadata["labels"].get(labels.NODE_INDEX, 0)))
+                await self._bind(metadata["name"], int((metadata.get("labels") or {}).get(labels.NODE_INDEX, 0)))
             elif pod["status"].get("phase") == "Pending" and metadata["name"] not in self.slow_to_start:
                 await self._set(metadata["name"], "Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}})
         except (NotFound, Conflict):

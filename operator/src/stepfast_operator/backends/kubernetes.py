@@ -121,7 +121,7 @@ class KubernetesBackend:
             live_runs=self._live_runs(status, pods),
             agent=self._agents(current, pods, reports),
             reports=[job for report in reports for job in self._own(report)],
-            awaited_agents=self._awaited(reports),
+            awaited_agents=self._awaited(),
             dead_ranks=self._dead_ranks(current, reports, now),
             began_time=self._cluster.began_time,
             command=self._job.manifest.command,
@@ -273,12 +273,14 @@ class KubernetesBackend:
         has_all = all(self._view.has_ready_agent(node) for node in nodes if self._view.is_ready(node))
         return AgentState.READY if has_all else AgentState.STARTING
 
-    def _awaited(self, reports: Sequence[NodeReport]) -> tuple[str, ...]:
+    def _awaited(self) -> tuple[str, ...]:
+        """Also those whose reports do not tell of the job yet: they may hold what nobody knows of."""
+        reports = {node: self._view.reports.get(node) for node in self._asked if self._view.is_ready(node)}
         return tuple(
-            report.node
-            for report in reports
-            if report.observed_generation < self._asked.get(report.node, 0)
-        )  # fmt: skip
+            node
+            for node, report in reports.items()
+            if report is not None and report.observed_generation < self._asked[node]
+        )
 
     def _dead_ranks(self, current: Attempt | None, reports: Sequence[NodeReport], now: float) -> list[DeadRank]:
         if current is None:

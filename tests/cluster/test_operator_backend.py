@@ -1,0 +1,289 @@
+"""The Kubernetes backend's effects on a real API server: cut off after every request and repeated, pods that do not
+end, names that are taken, and what is asked of the agents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stepfast.step import JobKey
+from stepfast_operator.actions import LaunchGang, StopMode
+from stepfast_operator.backends import kubernetes
+from stepfast_operator.backends.kubernetes import KubernetesBackend, NameTaken
+from stepfast_operator.backends.requests import Ask, Request, Requests
+from stepfast_operator.clusterjob import ClusterJob
+from stepfast_operator.document import JSON
+from stepfast_operator.kube import Kube
+from stepfast_operator.observed import WorkerPhase
+from stepfast_operator.record import Cause
+from testcluster.controlplane import ApiServer, KubernetesClient
+from testoperator.kubelet import READY, SILENT
+from testoperator.polling import until
+from testoperator.world import API, Operation, World, connect, planned
+
+CHANGES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+
+
+class Killed(BaseException):
+    """As SIGKILL: nobody handles it."""
+
+
+class Interrupted(Kube):
+    """Dies at the request of that number that changes something, before it is sent or after it was answered."""
+
+    left = 1_000_000
+    is_sent = False
+
+    async def _request(self, method: str, path: str, query: Any, body: JSON = None, **options: Any) -> JSON:
+        self.left -= method in CHANGES
+        is_last = self.left < 0
+        if is_last and not self.is_sent:
+            raise Killed
+        answer = await super()._request(method, path, query, body, **options)
+        if is_last:
+            raise Killed
+        return answer
+
+
+def play(api: KubernetesClient, scenario: Callable[[World, Operation], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World.open(api.kubeconfig) as world:
+            await asyncio.wait_for(scenario(world, await world.operate()), 120)
+
+    asyncio.run(run())
+
+
+def launch_of(job: ClusterJob, attempt: int = 1) -> LaunchGang:
+    return LaunchGang(attempt=attempt, run=f"{job.uid}-{attempt}", resume_step=0)
+
+
+def made_pods(api: KubernetesClient, namespace: str) -> Counter[str]:
+    """How often each pod was made, says the audit log."""
+    assert isinstance(api, ApiServer)
+    return Counter(
+        event["requestObject"]["metadata"]["name"]
+        for event in api.audit()
+        if event["verb"] == "create"
+        and event.get("objectRef", {}).get("resource") == "pods"
+        and event["objectRef"].get("namespace") == namespace
+        and not event["objectRef"].get("subresource")
+        and event["responseStatus"]["code"] == 201
+    )
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["before the request", "after it"])
+def test_launch_that_is_cut_off_anywhere_is_finished_by_the_next_operator(
+    operator_api: KubernetesClient, is_sent: bool
+) -> None:
+    """One attempt before it still lives: its pod is ended first. Nothing is made twice."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        kube = await connect(operator_api.kubeconfig, Interrupted)
+        assert isinstance(kube, Interrupted)
+        kube.is_sent = is_sent
+        try:
+            for number in range(30):
+                job = await world.make_job(f"j{number}", trainer={"numNodes": 2})
+                await operation.backend(job).launch(replace(launch_of(job), attempt=1))
+                kube.left = number
+                died = await cut_off(operation, kube, await world.job(job), launch_of(job, 2))
+                kube.left = 1_000_000
+                again = operation.backend(await world.job(job))
+                await again.launch(launch_of(job, 2))
+                pods = [pod for pod in operation.view.pods_of(job.uid) if pod.is_alive]
+                assert {pod.run for pod in pods} == {f"{job.uid}-2"}
+                assert sorted(pod.index for pod in pods) == [0, 1]
+                noted = json.loads((await world.job(job)).launched or "")
+                assert (noted["run"], noted["isWhole"]) == (f"{job.uid}-2", True)
+                if not died:
+                    break
+            assert number >= 6, "annotation, two deletions, Service, two pods, annotation"
+        finally:
+            await kube.close()
+        assert set(made_pods(operator_api, world.namespace).values()) == {1}
+
+    play(operator_api, scenario)
+
+
+async def cut_off(operation: Operation, kube: Interrupted, job: ClusterJob, launch: LaunchGang) -> bool:
+    """Whether the launch died."""
+    backend = KubernetesBackend(replace(operation.cluster, kube=kube), job)
+    died = False
+    try:
+        await backend.launch(launch)
+    except* Killed:
+        died = True
+    return died
+
+
+def test_pod_that_goes_after_the_gang_was_whole_is_never_made_again(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job(trainer={"numNodes": 2})
+        await operation.backend(job).launch(launch_of(job))
+        await world.kubelets.started("job-1-1")
+        await world.kube.delete(f"/api/v1/namespaces/{world.namespace}/pods/job-1-1")
+        await until("it is gone", lambda: len(operation.view.pods_of(job.uid)) == 1)
+        backend = operation.backend(await world.job(job))
+        await backend.launch(launch_of(job))
+        assert await world.pods() == ["job-1-0"]
+        gang = (await backend.observe(planned(job))).gang
+        assert gang is not None
+        failure = gang.workers[1].failure
+        assert failure is not None
+        assert failure.cause is Cause.POD_DELETED
+
+    play(operator_api, scenario)
+
+
+@pytest.mark.parametrize("kind", ["Service", "Pod"])
+def test_name_of_another_ones_object_is_said_and_left_alone(operator_api: KubernetesClient, kind: str) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        others = {
+            "Service": {"metadata": {"name": "job"}, "spec": {"ports": [{"port": 80}]}},
+            "Pod": {"metadata": {"name": "job-1-0"}, "spec": {"containers": [{"name": "c", "image": "i"}]}},
+        }
+        await world.kube.create(f"/api/v1/namespaces/{world.namespace}/{kind.lower()}s", others[kind])
+        job = await world.make_job()
+        with pytest.raises(NameTaken, match=f"{kind} .* does not belong to this TrainingJob"):
+            await operation.backend(job).launch(launch_of(job))
+
+    play(operator_api, scenario)
+
+
+def test_force_is_used_when_the_node_is_not_ready_and_only_after_the_grace(
+    operator_api: KubernetesClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "_GONE_SECONDS", 0.3)
+
+    async def scenario(world: World, operation: Operation) -> None:
+        ahead = [0.0]
+        cluster = replace(operation.cluster, clock=lambda: time.time() + ahead[0])
+        job = await world.make_job(failurePolicy={"podDeletionGraceSeconds": 60})
+        backend = KubernetesBackend(cluster, job)
+        run = f"{job.uid}-1"
+        await backend.launch(launch_of(job))
+        await world.kubelets.started("job-1-0")
+        world.kubelets.stuck.add(world.kubelets.node(0))
+        ahead[0] = 3600.0
+        await backend.stop([run], StopMode.KILL)
+        await until("it is asked to end", lambda: "deletionTimestamp" in world.kubelets.pods["job-1-0"]["metadata"])
+        await backend.stop([run], StopMode.KILL)
+        assert await world.pods() == ["job-1-0"], "its node is Ready: the kubelet alone knows when it has ended"
+        ahead[0] = 0.0
+        await world.kubelets.say(0, SILENT)
+        node = world.kubelets.node(0)
+        await until("the node is silent", lambda: not operation.view.is_ready(node))
+        await backend.stop([run], StopMode.KILL)
+        assert await world.pods() == ["job-1-0"], "the grace is not over"
+        assert (await backend.observe(planned(job))).live_runs == {run}
+        ahead[0] = 61.0
+        await backend.stop([run], StopMode.KILL)
+        assert await world.pods() == []
+        assert (await backend.observe(planned(job))).live_runs == frozenset()
+        await world.kubelets.say(0, READY)
+
+    play(operator_api, scenario)
+
+
+def test_node_that_is_lost_is_seen_in_the_gang(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job()
+        backend = operation.backend(job)
+        await backend.launch(launch_of(job))
+        await world.kubelets.started("job-1-0")
+        await world.kubelets.say(0, SILENT)
+        await until("the node is silent", lambda: not operation.view.is_ready(world.kubelets.node(0)))
+        gang = (await backend.observe(planned(job))).gang
+        assert gang is not None
+        assert gang.workers[0].phase is WorkerPhase.RUNNING
+        assert gang.workers[0].failure is not None
+        assert gang.workers[0].failure.cause is Cause.NODE_LOST
+
+    play(operator_api, scenario)
+
+
+# ---- what is asked of the agents
+
+
+def request(world: World, name: str, run: str, ask: Ask = Ask.FLUSH) -> Request:
+    return Request(job=JobKey(namespace=world.namespace, name=name), run=run, ask=ask)
+
+
+async def asked_of(world: World, index: int) -> list[tuple[str, str, str]]:
+    document = await world.kube.get(f"{API}/checkpointnodes/{world.kubelets.node(index)}")
+    asked = document.get("spec", {}).get("requests") or ()
+    return sorted((one["name"], one["run"], one["action"]) for one in asked)
+
+
+def test_requests_of_several_jobs_share_a_list_and_settled_ones_go(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        living = {"a", "b", "c"}
+        requests = Requests(world.kube, operation.view.reports.get, lambda job: job.name in living)
+        for index in range(2):
+            await world.report(index)
+        both = [world.kubelets.node(0), world.kubelets.node(1)]
+        await until("both are known", lambda: all(operation.view.reports.get(node) for node in both))
+        answers = await asyncio.gather(
+            requests.ask(both, request(world, "a", "ua-1")),
+            requests.ask(both, request(world, "b", "ub-1", Ask.SAVE)),
+            requests.ask([both[0], "no-such-node"], request(world, "c", "uc-1")),
+        )
+        assert [set(answer) for answer in answers] == [set(both), set(both), {both[0]}]
+        assert await asked_of(world, 0) == [
+            ("a", "ua-1", "Flush"), ("b", "ub-1", "Save"), ("c", "uc-1", "Flush")
+        ]  # fmt: skip
+        before = (await world.kube.get(f"{API}/checkpointnodes/{both[0]}"))["metadata"]["generation"]
+        assert await requests.ask([both[0]], request(world, "a", "ua-1")) == {both[0]: before}, "asked already"
+        await requests.ask(both[:1], request(world, "b", "ub-1"))
+        assert ("b", "ub-1", "Save") in await asked_of(world, 0), "beside what stands for the same run"
+        living.discard("c")
+        await requests.ask(both[:1], request(world, "a", "ua-2"))
+        assert await asked_of(world, 0) == [("a", "ua-2", "Flush"), ("b", "ub-1", "Flush"), ("b", "ub-1", "Save")]
+
+    play(operator_api, scenario)
+
+
+def test_node_that_goes_while_it_is_asked_is_not_waited_for(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        await world.report(0)
+        node = world.kubelets.node(0)
+        await until("it is known", lambda: operation.view.reports.get(node))
+        held = operation.view.reports.get(node)
+        await world.kube.delete(f"{API}/checkpointnodes/{node}")
+        requests = Requests(world.kube, lambda name: held, lambda job: True)
+        assert await requests.ask([node], request(world, "a", "ua-1")) == {}
+
+    play(operator_api, scenario)
+
+
+def test_agent_is_awaited_until_it_has_taken_the_request_in(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job()
+        backend = operation.backend(job)
+        await backend.launch(launch_of(job))
+        await world.kubelets.started("job-1-0")
+        node = world.kubelets.node(0)
+        await world.report(0)
+        await until("the node is known", lambda: operation.view.is_ready(node) and operation.view.reports.get(node))
+        status = planned(job)
+        assert (await backend.observe(status)).awaited_agents == ()
+        await backend.flush(f"{job.uid}-1")
+        assert await asked_of(world, 0) == [("job", f"{job.uid}-1", "Flush")]
+        assert (await backend.observe(status)).awaited_agents == (node,)
+        await world.report(0)
+
+        async def is_taken_in() -> bool:
+            return (await backend.observe(status)).awaited_agents == ()
+
+        await until("it is taken in", is_taken_in)
+        assert operation.view.pods_of(job.uid)[0].run == f"{job.uid}-1"
+
+    play(operator_api, scenario)
