@@ -30,6 +30,7 @@ _COALESCE_SECONDS = 5.0  # between two writes that tell of progress alone
 _GAP_SECONDS = 0.2  # between any two writes: a job of tiny steps must not write all day
 _RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 _FAREWELL_SECONDS = 5.0
+_ERROR_CHARACTERS = 2000
 
 Object = Mapping[str, Any]
 
@@ -117,13 +118,16 @@ def _rank_news(rank: RankStatus) -> tuple[object, ...]:
 def status_document(
     status: NodeStatus, *, generation: int, is_ready: bool, since: float, reason: str, message: str
 ) -> dict[str, Any]:
-    """`CheckpointNode.status`."""
+    """`CheckpointNode.status`. No tenant can make it too large to be written, nor anything but JSON."""
     document = to_document(status)
     del document["node"]
     for job in document["jobs"]:
-        for rank in job["ranks"]:
-            if "metrics" in rank:  # JSON has no NaN
-                rank["metrics"] = {name: value for name, value in rank["metrics"].items() if isfinite(value)}
+        if "persistError" in job:
+            job["persistError"] = job["persistError"][:_ERROR_CHARACTERS]
+        for number, rank in enumerate(job["ranks"]):
+            metrics = rank.pop("metrics", {})
+            if number == 0 and metrics:  # the gang's are those of its first rank; JSON has no NaN
+                rank["metrics"] = {name: value for name, value in metrics.items() if isfinite(value)}
     ready = {
         "type": "Ready", "status": "True" if is_ready else "False", "reason": reason, "message": message,
         "lastTransitionTime": format_time(since), "observedGeneration": generation,

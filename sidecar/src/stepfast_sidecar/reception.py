@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Meet: TypeAlias = "Callable[[Peer, Door], Coroutine[Any, Any, None]]"
 
 HELLO_SECONDS = 30.0
-_POD_CONNECTIONS = 256  # of one pod at once: the agent's descriptors are everybody's
+_POD_CONNECTIONS = 256  # of one pod at once, and ranks of one launch: descriptors and the status are everybody's
 
 
 class Door:
@@ -147,12 +147,13 @@ class Reception:
         mine = list(self._sessions_of(volume))
         if launch > door.launch:
             for session in mine:
-                if session.hello.run != hello.run:
+                if session.alive and session.hello.run != hello.run:
                     session.peer.close()
             door.launch, door.local_world_size = launch, None
         beside = [session for session in mine if session.hello.run == hello.run and session.hello.rank != hello.rank]
-        if len(beside) >= hello.local_world_size or door.local_world_size not in (None, hello.local_world_size):
-            raise ProtocolError(f"{volume.owner}: more than {hello.local_world_size} ranks, which it says it has")
+        most = min(hello.local_world_size, _POD_CONNECTIONS)
+        if len(beside) >= most or door.local_world_size not in (None, hello.local_world_size):
+            raise ProtocolError(f"{volume.owner}: more ranks than the {most} that it may have here")
         door.local_world_size = hello.local_world_size
         sizes = [other.local_world_size or hello.local_world_size for other in self._doors if _is_beside(other, volume)]
         total = min(sum(sizes), hello.world_size)
@@ -163,7 +164,7 @@ class Reception:
     def _sessions_of(self, volume: Volume) -> Iterable[Session]:
         room = self._agent.rooms.get(volume.job)
         runs = room.runs.values() if room is not None else ()
-        return (s for run in runs for s in run.sessions.values() if s.alive and s.volume_id == volume.id)
+        return (s for run in runs for s in run.sessions.values() if s.volume_id == volume.id)
 
 
 def _is_beside(door: Door, volume: Volume) -> bool:

@@ -21,6 +21,7 @@ VERSION = 1
 REQUEST_LIMIT = 64 * 1024  # bytes of one frame to the agent
 ANSWER_LIMIT = 16 * 1024 * 1024  # bytes of one frame from the agent
 MAX_SAVE_BYTES = 2**44
+MAX_SECONDS = 1e9  # that anything may have taken; sums of it stay numbers
 MAX_METRICS = 64
 MAX_METRIC_NAME = 64  # characters
 
@@ -117,6 +118,7 @@ class Staged(Message):
     def __post_init__(self) -> None:
         _check(0 <= self.slot < 4096, f"slot {self.slot}")
         _check(0 <= self.seq <= MAX_STEP, f"seq {self.seq}")
+        _check(abs(self.stall_seconds) <= MAX_SECONDS, f"stall_seconds {self.stall_seconds}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,7 @@ class Restored(Message):
     def __post_init__(self) -> None:
         _check_step(self.step)
         _check(self.tier in ("Memory", "Persistent", "None"), f"tier {self.tier!r}")
+        _check(abs(self.seconds) <= MAX_SECONDS, f"seconds {self.seconds}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
