@@ -42,6 +42,7 @@ def _load(path: Path) -> ModuleType:
 
 _rankpeer: Any = _load(_RANKPEER)
 _kubelet: Any = _load(Path(__file__).with_name("kubelet.py"))
+_apiserver: Any = _load(Path(__file__).with_name("apiserver.py"))
 
 
 @pytest.fixture(scope="session")
@@ -246,6 +247,14 @@ def kubelet() -> Iterator[Any]:
     made = _kubelet.Kubelet()
     yield made
     made.close()
+
+
+@pytest.fixture
+def api() -> Iterator[Any]:
+    """An API server that knows a node and its CheckpointNode."""
+    server = _apiserver.ApiServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -135,6 +135,13 @@ def status_document(
     return {"conditions": [ready], "observedGeneration": generation, **document}
 
 
+class Work(StrEnum):
+    """The two things that are done for ever, side by side."""
+
+    FOLLOW = "follow"
+    WRITE = "write"
+
+
 class CheckpointNodeWriter:
     """Keeps the object. `run` never ends by itself and never raises ApiError."""
 
@@ -148,7 +155,7 @@ class CheckpointNodeWriter:
         self._written: tuple[object, ...] | None = None  # what was told last, and of which object
         self._written_time = 0.0  # by the event loop's clock
         self._since = time.time()
-        self._said: str | None = None
+        self._failures: dict[Work, int] = {}  # in a row
 
     # ------------------------------------------------------------ what the agent calls
 
@@ -167,8 +174,8 @@ class CheckpointNodeWriter:
         """Until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._for_ever(self._follow), name="follow the CheckpointNode")
-                group.create_task(self._for_ever(self._write), name="write the CheckpointNode")
+                for work, doing in ((Work.FOLLOW, self._follow), (Work.WRITE, self._write)):
+                    group.create_task(self._for_ever(work, doing), name=f"{work} the CheckpointNode")
         finally:
             if self._waking is not None:
                 self._waking.cancel()
@@ -186,31 +193,30 @@ class CheckpointNodeWriter:
 
     # ------------------------------------------------------------ inside
 
-    async def _for_ever(self, work: Callable[[Api], Awaitable[None]]) -> None:
-        failures = 0
+    async def _for_ever(self, work: Work, doing: Callable[[Api], Awaitable[None]]) -> None:
         while True:
             try:
                 async with self._connecting:
                     if self._api is None:
                         self._api = await self._connect()
-                await work(self._api)
-                failures = 0
-            except ApiExpired:
-                failures = 1  # listed anew
+                await doing(self._api)
+                continue
+            except ApiExpired as error:
+                log.info("the CheckpointNode %s is listed anew: %s", self._node, error)
+                failures = 1
             except ApiError as error:
-                failures += 1
-                self._say(error)
+                failures = self._failures[work] = self._failures.get(work, 0) + 1
+                if failures == 1:  # said once
+                    log.error("cannot %s the CheckpointNode %s; tried again and again: %s", work, self._node, error)
             except Exception:  # a task's outermost frame: the agent goes on without it
-                failures += 1
-                log.exception("the CheckpointNode %s is not up to date", self._node)
-            if failures:
-                pause = _RETRY_SECONDS[min(failures, len(_RETRY_SECONDS)) - 1]
-                await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # many agents lose one API server at once
+                failures = len(_RETRY_SECONDS)
+                log.exception("cannot %s the CheckpointNode %s", work, self._node)
+            pause = _RETRY_SECONDS[min(failures, len(_RETRY_SECONDS)) - 1]
+            await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # many agents lose one API server at once
 
-    def _say(self, error: ApiError) -> None:
-        if self._said is None:
-            log.error("the CheckpointNode %s is not up to date, which is tried again and again: %s", self._node, error)
-        self._said = str(error)
+    def _succeeded(self, work: Work) -> None:
+        if self._failures.pop(work, 0):
+            log.info("the CheckpointNode %s: it is possible again to %s it", self._node, work)
 
     async def _follow(self, api: Api) -> None:
         """Sees to it that there is an object, and carries out what its spec says, until the server ends the watch."""
@@ -221,12 +227,15 @@ class CheckpointNodeWriter:
         while True:
             async with contextlib.aclosing(api.watch(self._node, version)) as events:
                 async for kind, event in events:
+                    self._succeeded(Work.FOLLOW)
                     version = event["metadata"]["resourceVersion"]
                     if kind == "DELETED":
                         self._seen = None
                         return
                     if kind != "BOOKMARK":
                         self._take(event)
+            self._succeeded(Work.FOLLOW)
+            await asyncio.sleep(_GAP_SECONDS)  # between two watches, however short the server makes them
 
     async def _new_object(self, api: Api) -> Object:
         owner = {"apiVersion": "v1", "kind": "Node", "name": self._node, "uid": await api.node_uid(self._node)}
@@ -265,9 +274,7 @@ class CheckpointNodeWriter:
         except ApiError:
             self._wake.set()
             raise
-        if self._said is not None:
-            log.info("the CheckpointNode %s is up to date again", self._node)
-            self._said = None
+        self._succeeded(Work.WRITE)
 
     async def _patch(self, api: Api, *, is_ready: bool, reason: str, message: str) -> None:
         status, seen = self._source.status(), self._seen
