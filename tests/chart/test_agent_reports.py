@@ -85,12 +85,13 @@ def test_agent_reports_to_a_cluster_whose_crds_come_later_and_does_what_the_oper
     assert (rank["rank"], rank["alive"]) == (0, True)
     assert rank["joinedTime"].endswith("Z")
 
-    request = {"namespace": "local", "name": "bad-storage", "run": node.run, "action": "Flush"}
-    ask = json.dumps({"spec": {"requests": [request, {**request, "action": "Save"}]}})
-    server.kubectl("patch", "checkpointnode", NODE, "--type=merge", "-p", ask)
-    wait_until("it is acknowledged", lambda: observed() == 2)
-    wait_until("the rank is asked to save", lambda: training.checkpointer._link.save_requested)
+    def ask(*actions: str) -> None:
+        request = {"namespace": "local", "name": "bad-storage", "run": node.run}
+        spec = {"requests": [{**request, "action": action} for action in actions]}
+        server.kubectl("patch", "checkpointnode", NODE, "--type=merge", "-p", json.dumps({"spec": spec}))
 
+    ask("Flush")
+    wait_until("it is acknowledged", lambda: observed() == 2)
     with pytest.raises(CommandFailed, match="cannot patch"):
         KubernetesClient(kubeconfig, server.binaries).kubectl(
             "patch", "checkpointnode", NODE, "--type=merge", "-p", '{"spec": {"requests": []}}'
@@ -99,6 +100,8 @@ def test_agent_reports_to_a_cluster_whose_crds_come_later_and_does_what_the_oper
     wait_until("it is made again", lambda: job().get("latestPersistedStep") == 1)
     training.save().wait(timeout_seconds=90)
     wait_until("the next commit is told", lambda: job()["latestPersistedStep"] == 2)
+    ask("Flush", "Save")
+    wait_until("the rank is asked to save", lambda: training.checkpointer._link.save_requested)
     assert node.log.count("again and again") <= 2, node.log
     node.terminate()
     assert server.get("checkpointnode", NODE)["status"]["conditions"][0]["status"] == "False"
