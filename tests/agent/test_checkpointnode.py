@@ -70,12 +70,12 @@ def test_object_is_made_for_its_node_and_says_that_the_agent_is_ready(
     assert "node" not in status
 
 
-def test_what_matters_is_written_at_once(reporting_agent: Callable[..., Any], api: Any, ranks: Any) -> None:
+def test_what_matters_is_written(reporting_agent: Callable[..., Any], api: Any, ranks: Any) -> None:
     agent = reporting_agent()
     ranks.eventually(lambda: api.statuses, "a status is written")
 
     def told(what: Callable[[dict[str, Any]], object], which: str) -> None:
-        ranks.eventually(lambda: what(job_of(newest(api))), which, checkpointnode._COALESCE_SECONDS / 2)
+        ranks.eventually(lambda: what(job_of(newest(api))), which)
 
     rank = agent.join()
     told(lambda job: job and job["ranks"][0]["alive"], "a rank joined")
@@ -303,6 +303,82 @@ def test_status_is_read_as_it_was_written() -> None:
 def test_text_that_is_no_time_of_a_zone_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         parse_time(text)
+
+
+class _Recorder:
+    """An API that takes everything."""
+
+    def __init__(self) -> None:
+        self.statuses: list[Any] = []
+        self.written = asyncio.Event()
+
+    async def find(self, name: str) -> tuple[Any, str]:
+        return {"metadata": {"uid": "u", "generation": 4}}, "1"
+
+    async def create(self, body: Any) -> Any:
+        raise AssertionError("it is there")
+
+    async def node_uid(self, name: str) -> str:
+        raise AssertionError("it is there")
+
+    async def patch_status(self, name: str, status: Any) -> None:
+        self.statuses.append(status)
+        self.written.set()
+
+    async def wait_written(self) -> None:
+        async with asyncio.timeout(60):
+            await self.written.wait()
+        self.written.clear()
+
+    async def watch(self, name: str, resource_version: str) -> AsyncGenerator[tuple[str, Any], None]:
+        await asyncio.Event().wait()
+        yield "", {}
+
+    async def close(self) -> None:
+        """It has nothing."""
+
+
+def test_news_do_not_wait_for_progress_and_take_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointnode, "_COALESCE_SECONDS", 3600.0)
+    monkeypatch.setattr(checkpointnode, "_GAP_SECONDS", 0.01)
+
+    class Source:
+        told = _node(STATUS)
+
+        def status(self) -> NodeStatus:
+            return self.told
+
+        def carry_out(self, requests: tuple[NodeRequest, ...]) -> None:
+            assert requests == ()
+
+    async def run() -> None:
+        source, recorder = Source(), _Recorder()
+
+        async def connect() -> Any:
+            return recorder
+
+        writer = CheckpointNodeWriter("n", source, connect)
+        task = asyncio.create_task(writer.run())
+        await recorder.wait_written()
+        job = STATUS
+        for step in (11, 22, 33):
+            job = replace(job, latest_memory_step=step)
+            source.told = _node(job)
+            for _ in range(20):
+                writer.changed(False)
+                await asyncio.sleep(0.002)
+            assert not recorder.written.is_set()
+            job = replace(job, latest_persisted_step=step)
+            source.told = _node(job)
+            writer.changed(step == 22)
+            await recorder.wait_written()
+            assert recorder.statuses[-1]["jobs"][0]["latestMemoryStep"] == step
+            assert recorder.statuses[-1]["observedGeneration"] == 4
+        assert len(recorder.statuses) == 4
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
 
 
 class _Broken:
