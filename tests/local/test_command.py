@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -26,6 +27,9 @@ from stepfast_operator.record import (
     TrainerStatus,
 )
 from stepfast_operator.spec import API_VERSION, KIND, Interval, ResumePolicy, TrainingJob
+from testcrds.manifests import FULL, manifest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 class Run:
@@ -106,6 +110,54 @@ spec:
     assert (spec.checkpoint.resume_policy, spec.checkpoint.resume_from_step) == (ResumePolicy.STEP, 4)
     assert spec.checkpoint.storage_uri == "memory://"
     assert "spec.trainer.image has no meaning on one machine" in result.output
+
+
+# What of the fullest manifest one machine leaves alone.
+CLUSTER_ONLY = (
+    "spec.managedBy", "spec.ttlSecondsAfterFinished", "spec.template", "spec.spot", "spec.trainer.image",
+    "spec.trainer.resourcesPerNode", "spec.failurePolicy.restartStrategy", "spec.failurePolicy.maxInPlaceRestarts",
+    "spec.failurePolicy.podDeletionGraceSeconds", "spec.failurePolicy.rules[1].onPodConditions",
+    "spec.failurePolicy.rules[2].onReasons", "spec.checkpoint.secretRef",
+)  # fmt: skip
+
+
+def test_manifest_with_every_field_of_the_cluster_runs_here_and_says_what_is_ignored(run: Run) -> None:
+    trainer = {**FULL["trainer"], "workingDir": "dir", "args": ["Train_GPT.py"], "numNodes": 2}
+    Path("full.yaml").write_text(yaml.safe_dump(manifest({**FULL, "trainer": trainer})))
+    looked_up = [variable["name"] for variable in trainer["env"] if "valueFrom" in variable]
+    refused = run("-f", "full.yaml")
+    assert (refused.exit_code, run.job) == (2, None)
+    assert (
+        f"only a cluster can look that up: on one machine give the value with --env {looked_up[0]}=" in refused.output
+    )
+    result = run("-f", "full.yaml", *(word for name in looked_up for word in ("--env", f"{name}=1")))
+    assert result.exit_code == 0, result.output
+    notices = [line for line in result.output.splitlines() if "has no meaning on one machine" in line]
+    assert sorted(notices) == sorted(
+        f"stepfast: {path} has no meaning on one machine and is ignored" for path in CLUSTER_ONLY
+    )
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*/job.yaml")), ids=lambda path: path.parent.name)
+def test_examples_for_the_cluster_run_here(run: Run, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    result = run("-f", str(example))
+    assert result.exit_code == 0, result.output
+    assert run.job is not None
+    assert "spec.trainer.image has no meaning on one machine" in result.output
+
+
+def test_what_stands_beside_the_job_in_its_file_is_named(run: Run) -> None:
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}}
+    job = manifest({"trainer": {"command": ["torchrun", "train.py"]}}, "gpt")
+    Path("job.yaml").write_text(yaml.safe_dump_all([namespace, job, None]))
+    result = run("-f", "job.yaml")
+    assert result.exit_code == 0, result.output
+    assert "Namespace team in job.yaml has no meaning on one machine and is ignored" in result.output
+    Path("job.yaml").write_text(yaml.safe_dump_all([job, job]))
+    result = run("-f", "job.yaml")
+    assert result.exit_code == 2
+    assert "job.yaml: holds 2 of kind TrainingJob: one at a time runs on one machine" in result.output
 
 
 @pytest.mark.parametrize(

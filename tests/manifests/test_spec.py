@@ -251,9 +251,16 @@ def test_mistake_around_the_spec_names_its_field(change: dict[str, Any], field: 
 
 def test_fields_for_a_cluster_are_named() -> None:
     job = parse(
-        suspend=False,
-        ttlSecondsAfterFinished=5,
+        suspend=True,
+        ttlSecondsAfterFinished=0,
         trainer={"command": ["x"], "image": "i", "resourcesPerNode": {}},
+        failurePolicy={
+            "rules": [
+                {"name": "a", "action": "FailJob", "onExitCodes": {"operator": "In", "values": [1]}},
+                {"name": "b", "action": "FailJob", "onReasons": ["OOMKilled"]},
+                {"name": "c", "action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
+            ]
+        },
         checkpoint={"maxStalenessSeconds": 5, "secretRef": {"name": "s"}},
     )
     assert set(job.cluster_only) == {
@@ -262,7 +269,13 @@ def test_fields_for_a_cluster_are_named() -> None:
         "spec.checkpoint.secretRef",
         "spec.trainer.image",
         "spec.trainer.resourcesPerNode",
+        "spec.failurePolicy.rules[1].onReasons",
+        "spec.failurePolicy.rules[2].onPodConditions",
     }
+
+
+def test_fields_that_ask_for_nothing_need_no_notice() -> None:
+    assert parse(suspend=False, template={}, spot={}).cluster_only == ()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,11 @@ class Expired(KubeError):
 
 
 class Forbidden(KubeError):
-    """The operator's service account may not do that."""
+    """Who asks may not do that."""
+
+
+class Unauthorized(Forbidden):
+    """The API server does not know who asks."""
 
 
 class Invalid(KubeError):
@@ -231,7 +235,9 @@ def _error_of(code: int, status: JSON, what: str) -> KubeError:
             return Conflict(message)
         case 410, _:
             return Expired(message)
-        case ((401 | 403), _):
+        case 401, _:
+            return Unauthorized(message)
+        case 403, _:
             return Forbidden(message)
         case ((400 | 422), _):
             return Invalid(message)

@@ -7,6 +7,8 @@ import re
 from stepfast.sizes import size_text
 from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status
 
+_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+
 
 def describe_failure(failure: LastFailure) -> str:
     where = f" on {failure.node}" if failure.pod is not None and failure.node is not None else ""
@@ -93,3 +95,11 @@ def has_trained_for_nothing(status: Status) -> bool:
 def count_text(count: int, noun: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def span_text(seconds: float) -> str:
+    """A length of time in the unit that fits it, as `0.4 s`, `35 s`, `2.5 min`."""
+    for size, unit in _UNITS:
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(0.0, seconds):.{0 if seconds >= 10 else 1}f} s"

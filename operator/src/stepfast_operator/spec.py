@@ -31,6 +31,7 @@ _CLUSTER_ONLY_INNER = {
     "failurePolicy": frozenset({"restartStrategy", "maxInPlaceRestarts", "podDeletionGraceSeconds"}),
     "checkpoint": frozenset({"secretRef"}),
 }
+_CLUSTER_ONLY_IN_RULES = frozenset({"onPodConditions", "onReasons"})
 # Designed, and not built yet: whoever writes one of them is told so, and not that it is misspelt.
 _PLANNED = frozenset({"elasticPolicy", "podGroupPolicy", "nodeExclusionPolicy"})
 _PLANNED_IN_RULES = frozenset({"onNodeConditions", "excludeNode"})
@@ -289,11 +290,13 @@ def _cluster_only(spec: Mapping[str, JSON]) -> tuple[str, ...]:
     """The paths of what one machine leaves alone."""
     found = []
     for key, value in spec.items():
-        if key in _CLUSTER_ONLY:
+        if key in _CLUSTER_ONLY and value is not None and value is not False and value != {}:
             found.append(f"spec.{key}")
         inner = _CLUSTER_ONLY_INNER.get(key, frozenset())
         if isinstance(value, Mapping):
             found += [f"spec.{key}.{name}" for name in value if name in inner]
+    for index, rule in enumerate((spec.get("failurePolicy") or {}).get("rules") or ()):
+        found += [f"spec.failurePolicy.rules[{index}].{name}" for name in rule if name in _CLUSTER_ONLY_IN_RULES]
     return tuple(found)
 
 

@@ -3,6 +3,7 @@
 .stepfast/jobs/<namespace>.<name>/
   lock                       held by the one `stepfast run` of this job; names its pid
   status.json                metadata and status, replaced atomically
+  invocation.json            the command that ran it last, without what is asked for only once
   attempt-0001/              launch.json, termination-<node>.json, torchrun's logs by rank
 """
 
@@ -50,6 +51,15 @@ class Launch:
     nodes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """`invocation.json`: how `stepfast run` was called, and in which folder."""
+
+    folder: str
+    options: tuple[str, ...] = ()
+    script: tuple[str, ...] = ()
+
+
 class StateFolder:
     """One job's folder. Not thread-safe; of all processes only the one that holds the lock may write."""
 
@@ -83,6 +93,24 @@ class StateFolder:
             os.close(self._lock)
             self._lock = None
 
+    def holder(self) -> int | None:
+        """The process that has the lock, as far as its own user can see it; None when nobody has. Takes nothing, so
+        that no `stepfast run` meets a lock that is only looked at.
+        """
+        lock = self.path / "lock"
+        try:
+            pid = int(lock.read_text(encoding="utf-8"))
+            opened = list(Path(f"/proc/{pid}/fd").iterdir())
+        except PermissionError:
+            return pid
+        except (OSError, ValueError):
+            return None
+        for descriptor in opened:
+            with suppress(OSError):
+                if descriptor.samefile(lock):
+                    return pid
+        return None
+
     def read(self) -> Saved | None:
         """What was written last, or None. Raises StatusUnreadable."""
         path = self.path / "status.json"
@@ -107,6 +135,21 @@ class StateFolder:
                 os.fsync(file.fileno())
         temporary.replace(path)
         self._durable = decisive
+
+    def write_invocation(self, invocation: Invocation) -> None:
+        """For this user's eyes: variables on the command line may be secrets."""
+        temporary = self.path / ".invocation.json.tmp"
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(encode(invocation), file)
+        temporary.replace(self.path / "invocation.json")
+
+    def read_invocation(self) -> Invocation | None:
+        """None when there is none that can be read."""
+        with suppress(OSError, ValueError, SpecError):
+            return decode(Invocation, json.loads((self.path / "invocation.json").read_bytes()), "invocation")
+        return None
 
     def attempt(self, number: int) -> Path:
         return self.path / f"attempt-{number:04d}"
@@ -137,6 +180,19 @@ class StateFolder:
             document = json.loads(self.termination(number, node).read_bytes())
             return document if isinstance(document, dict) else None
         return None
+
+
+def jobs_in(root: Path) -> list[JobKey]:
+    """The jobs that have a folder with a status there."""
+    found = []
+    for path in sorted(root.glob("*/status.json")):
+        # As it says itself: both names may hold dots.
+        with suppress(OSError, ValueError, KeyError, TypeError, SpecError):
+            metadata = json.loads(path.read_bytes())["metadata"]
+            job = JobKey(namespace=metadata["namespace"], name=metadata["name"])
+            if f"{job.namespace}.{job.name}" == path.parent.name:
+                found.append(job)
+    return found
 
 
 def document_of(job: JobKey, uid: str, status: Status) -> dict[str, JSON]:

@@ -16,6 +16,8 @@ from rich.console import Console
 
 from stepfast.environment import absolute_storage_uri
 from stepfast.errors import SpecError, StepfastError
+from stepfast_operator.backends.statefolder import Invocation
+from stepfast_operator.jobcommands.command import register as register_job_commands
 from stepfast_operator.local.preflight import check_start, check_writable
 from stepfast_operator.local.session import Outcome, Surroundings, run_session
 from stepfast_operator.local.summary import print_summary, write_summary
@@ -25,17 +27,20 @@ from stepfast_operator.spec import API_VERSION, KIND, TrainingJob, parse_manifes
 
 DEFAULT_NAMESPACE = "local"
 _USAGE_ERROR = 2
+_ONCE = frozenset({"resume_from_step"})
 _STARTERS = re.compile(r"python[0-9.]*|torchrun")
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `run` to the `stepfast` command."""
+    """Adds `run` to the `stepfast` command, and what looks at jobs and steers them."""
     # What stands behind the script is the script's, options or not.
     context = {"allow_interspersed_args": False}
     app.command(name="run", context_settings=context, no_args_is_help=True)(run)
+    register_job_commands(app)
 
 
 def run(  # noqa: PLR0917 - typer calls it by keyword
+    context: typer.Context,
     script: Annotated[
         list[str] | None,
         typer.Argument(metavar="SCRIPT [ARGS]...", help="The training script and its arguments."),
@@ -72,13 +77,12 @@ def run(  # noqa: PLR0917 - typer calls it by keyword
         "checkpoint.resumeFromStep": resume_from_step,
     }
     try:
-        job = _job_of(
-            script or [], file, name, {key: value for key, value in options.items() if value is not None}, env
-        )
+        given = {key: value for key, value in options.items() if value is not None}
+        job, ignored = _job_of(script or [], file, name, given, env)
         check_start(job)
         if summary is not None:
             check_writable(summary, "--summary")
-        outcome = _run(job)
+        outcome = _run(job, ignored, _invocation(context))
     except SpecError as error:
         sys.stderr.write(f"stepfast run: {error}\n")
         raise typer.Exit(_USAGE_ERROR) from None
@@ -100,11 +104,13 @@ def _processes(text: str | None) -> int | str | None:
 
 def _job_of(
     script: list[str], file: Path | None, name: str | None, options: dict[str, Any], env: list[str] | None
-) -> TrainingJob:
-    """The manifest, given or made up from the script, with the options on top of it. Raises SpecError."""
+) -> tuple[TrainingJob, list[str]]:
+    """The manifest, given or made up from the script, with the options on top of it; and what stands beside it in its
+    file. Raises SpecError.
+    """
     if (file is None) == (not script):
         raise SpecError("SCRIPT", "give either a script with its arguments or -f MANIFEST")
-    document = _read_manifest(file) if file is not None else _manifest_for(script)
+    document, others = _read_manifest(file) if file is not None else (_manifest_for(script), [])
     if name is not None:
         document["metadata"]["name"] = name
     for path, value in options.items():
@@ -115,7 +121,21 @@ def _job_of(
         trainer["env"] = [*trainer.get("env", ()), *variables]
     job = parse_manifest(document, default_namespace=DEFAULT_NAMESPACE)
     # Each command that asks for a step is a request of its own, also when it is the same one typed again.
-    return replace(job, command=uuid.uuid4().hex) if "checkpoint.resumeFromStep" in options else job
+    if "checkpoint.resumeFromStep" in options:
+        job = replace(job, command=uuid.uuid4().hex)
+    return job, others
+
+
+def _invocation(context: typer.Context) -> Invocation:
+    """The command line, without what it asks for only once."""
+    options: list[str] = []
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.param_type_name != "option" or value is None or parameter.name in _ONCE:
+            continue
+        for item in value if isinstance(value, list | tuple) else [value]:
+            options += [parameter.opts[0], str(item)]
+    return Invocation(folder=str(Path.cwd()), options=tuple(options), script=tuple(context.params.get("script") or ()))
 
 
 def _manifest_for(script: list[str]) -> dict[str, Any]:
@@ -131,17 +151,29 @@ def _manifest_for(script: list[str]) -> dict[str, Any]:
     }
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The file's TrainingJob, and what else is in it (a Namespace, say), as notices name it. Raises SpecError."""
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        documents = [document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document]
     except OSError as error:
         raise SpecError(str(path), f"cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SpecError(str(path), f"is not YAML: {error}") from error
+    jobs = [document for document in documents if len(documents) == 1 or _word(document, "kind") == KIND]
+    if len(jobs) != 1:
+        raise SpecError(str(path), f"holds {len(jobs)} of kind {KIND}: one at a time runs on one machine")
+    document = jobs[0]
     is_whole = isinstance(document, dict) and all(isinstance(document.get(key), dict) for key in ("metadata", "spec"))
     if not is_whole:
         raise SpecError(str(path), f"is no {KIND}: metadata and spec are required")
-    return dict(document)
+    others = [other for other in documents if other is not document]
+    return dict(document), [
+        f"{_word(other, 'kind')} {_word(_word(other, 'metadata'), 'name')} in {path}" for other in others
+    ]
+
+
+def _word(document: Any, key: str) -> Any:
+    return document.get(key) if isinstance(document, dict) else None
 
 
 def _set(document: dict[str, Any], path: list[str], value: object) -> None:
@@ -157,7 +189,7 @@ def _variable(text: str) -> dict[str, str]:
     return {"name": name, "value": value}
 
 
-def _run(job: TrainingJob) -> Outcome:
+def _run(job: TrainingJob, ignored: list[str], invocation: Invocation) -> Outcome:
     from stepfast.nodeclient import NodeClient
     from stepfast.storage import open_store
 
@@ -167,13 +199,14 @@ def _run(job: TrainingJob) -> Outcome:
         storage_uri=absolute_storage_uri(str(root / "checkpoints")),
         open_store=open_store,
         connect=NodeClient,
+        invocation=invocation,
     )
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
     with LiveView(console, str(job.job)) if console.is_terminal else PlainView(sys.stdout) as view:
-        for field in job.cluster_only:
-            view.say(f"{field} has no meaning on one machine and is ignored")
+        for what in [*ignored, *job.cluster_only]:
+            view.say(f"{what} has no meaning on one machine and is ignored")
         outcome = asyncio.run(run_session(job, surroundings, view))
     print_summary(console, job, outcome)
     return outcome

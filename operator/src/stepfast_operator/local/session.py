@@ -23,7 +23,7 @@ from stepfast.storage.base import Store
 from stepfast_operator.backends.localagent import AgentSettings, Client, LocalAgent
 from stepfast_operator.backends.memoryfolder import default_memory_limit, memory_folder
 from stepfast_operator.backends.process import ProcessBackend, ProcessSettings
-from stepfast_operator.backends.statefolder import Saved, StateFolder
+from stepfast_operator.backends.statefolder import Invocation, Saved, StateFolder
 from stepfast_operator.local.preflight import requested_memory
 from stepfast_operator.observed import AgentState, Intent
 from stepfast_operator.reconcile import Pass, reconcile
@@ -62,6 +62,7 @@ class Surroundings:
     open_store: Callable[[str], Store]
     connect: Callable[[str], Client]
     agent_command: tuple[str, ...] | None = None  # None: the installed agent
+    invocation: Invocation | None = None  # how the user can call this again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,8 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
     if saved is not None and saved.status.is_terminal:
         await _persist_left(job.job, saved.uid, agent_settings, view)
     uid, status = _begin(state, saved)
+    if surroundings.invocation is not None:
+        state.write_invocation(surroundings.invocation)
     agent = LocalAgent(job.job, uid, agent_settings, wake.set)
     settings = ProcessSettings(
         storage_uri=storage_uri,

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from stepfast import catalog
+from stepfast.cli.job import uri_of
 from stepfast.cli.table import print_table
 from stepfast.cli.target import is_torch_file, placed_file, placed_folder
 from stepfast.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnsafe, SpecError, StepfastError
@@ -28,7 +29,18 @@ app = typer.Typer(
     no_args_is_help=True, help="Committed steps in a storage: list, show, verify, export, remove, bring back."
 )
 
-Uri = Annotated[str, typer.Argument(help="a job's folder, <storage root>/<namespace>/<job>, as a path or a URI")]
+Uri = Annotated[
+    str,
+    typer.Argument(
+        metavar="URI|JOB",
+        help="a job's folder, <storage root>/<namespace>/<job>, as a path or a URI; with -n the name of a job in the "
+        "cluster",
+    ),
+]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="take a job of this namespace in the cluster, in place of a URI")
+]
+Context = Annotated[str | None, typer.Option(help="the kubeconfig's context whose cluster has the job")]
 Step = Annotated[int | None, typer.Option("--step", min=0, help="the step (default: the latest)")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -41,8 +53,11 @@ def list_steps(
     uri: Uri,
     everything: Annotated[bool, typer.Option("--all", help="those that were rolled back, too")] = False,
     as_json: AsJson = False,
+    namespace: Namespace = None,
+    context: Context = None,
 ) -> None:
     """The committed steps, with size, time and lag."""
+    uri = _resolved(uri, namespace, context)
     with _opened(uri) as store:
         rows = [(step, "committed") for step in catalog.committed_steps(store, "")]
         superseded = catalog.superseded_steps(store, "") if everything or not rows else []
@@ -61,8 +76,11 @@ def list_steps(
 
 
 @app.command()
-def show(uri: Uri, step: Step = None, as_json: AsJson = False) -> None:
+def show(
+    uri: Uri, step: Step = None, as_json: AsJson = False, namespace: Namespace = None, context: Context = None
+) -> None:
     """One step's files and tensors."""
+    uri = _resolved(uri, namespace, context)
     with _opened(uri) as store:
         number = _chosen(store, step)
         manifest, parts = catalog.open_step(store, "", number)
@@ -106,8 +124,11 @@ def verify(
     uri: Uri,
     step: Annotated[int | None, typer.Option("--step", min=0, help="the step (default: all)")] = None,
     as_json: AsJson = False,
+    namespace: Namespace = None,
+    context: Context = None,
 ) -> None:
     """Reads every byte against its checksum: all steps, or one. Exit status 1 when something is damaged."""
+    uri = _resolved(uri, namespace, context)
     results: list[dict[str, object]] = []
     with _opened(uri) as store:
         steps = [found.step for found in catalog.committed_steps(store, "")] if step is None else [step]
@@ -143,8 +164,11 @@ def export(  # noqa: PLR0917 - typer calls it by keyword
         bool, typer.Option("--weights-only/--no-weights-only", help="refuse pickled objects, which run code")
     ] = True,
     force: Annotated[bool, typer.Option("--force", help="replace the file or an earlier export's folder")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
 ) -> None:
     """Takes a verified step out: one rank's whole state as a torch file, or all ranks' files as they are."""
+    uri = _resolved(uri, namespace, context)
     with _opened(uri) as store:
         is_file = is_torch_file(to)
         if rank is not None and not is_file:
@@ -167,18 +191,21 @@ def export(  # noqa: PLR0917 - typer calls it by keyword
 
 
 @app.command("rm")
-def remove(
+def remove(  # noqa: PLR0917 - typer calls it by keyword
     uri: Uri,
     steps: Annotated[list[int] | None, typer.Argument(help="the steps to remove")] = None,
     superseded: Annotated[
         bool, typer.Option("--superseded", help="remove what was rolled back, of these steps (default: of all)")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
 ) -> None:
     """Removes steps for good: the manifest first, then the files.
 
     Committed steps, whose superseded states stay; with --superseded the other way round.
     """
+    uri = _resolved(uri, namespace, context)
     with _opened(uri) as store:
         if superseded:
             _remove_superseded(store, set(steps or ()), yes=yes)
@@ -191,11 +218,14 @@ def reinstate(
     uri: Uri,
     step: Annotated[int, typer.Argument(min=0, help="the step, as `list --all` shows it")],
     run: Annotated[str | None, typer.Option("--run", help="whose, when several runs' states of it are there")] = None,
+    namespace: Namespace = None,
+    context: Context = None,
 ) -> None:
     """Brings a step back that was rolled back: committed again, if every byte of it is whole.
 
     Only while no training of the job runs: that would meet a step of another history.
     """
+    job, uri = uri, _resolved(uri, namespace, context)
     with _opened(uri) as store:
         runs = [found.run for found in catalog.superseded_steps(store, "") if found.step == step]
         if run is None and len(runs) > 1:
@@ -213,7 +243,7 @@ def reinstate(
     follows = (
         "the next start resumes from it"
         if latest == step
-        else f"the latest is {latest}; `stepfast run --resume-from-step {step}` goes back to this one"
+        else f"the latest is {latest}; `{_back(job, namespace, context, step)}` goes back to this one"
     )
     typer.echo(f"step {step} is committed again: {follows}")
 
@@ -252,10 +282,25 @@ def _confirm(question: str, *, yes: bool) -> None:
     typer.confirm(question, abort=True)
 
 
+def _back(job: str, namespace: str | None, context: str | None, step: int) -> str:
+    """What goes back to a step, where the job is."""
+    if namespace is None and context is None:
+        return f"stepfast run --resume-from-step {step}"
+    given = (("-n", namespace), ("--context", context))
+    options = " ".join(f"{option} {value}" for option, value in given if value is not None)
+    return f"stepfast resume {options} {job} --step {step}"
+
+
+def _resolved(target: str, namespace: str | None, context: str | None) -> str:
+    """The URI that is meant; errors as in `_opened`."""
+    with _told():
+        return uri_of(target, namespace, context)
+
+
 @contextmanager
 def _opened(uri: str) -> Iterator[Store]:
     """The job's folder as a store; errors become one line and an exit status."""
-    try:
+    with _told():
         if parse_step_folder(uri.rstrip("/").rpartition("/")[2]) is not None:
             raise SpecError("URI", f"{uri} is a step's folder: name the job's folder, and the step by --step")
         store = open_store(uri)
@@ -265,6 +310,12 @@ def _opened(uri: str) -> Iterator[Store]:
             yield store
         finally:
             store.close()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
     except StepfastError as error:
         typer.echo(f"stepfast: {error}", err=True)
         is_asked_wrong = isinstance(error, SpecError | CheckpointNotFound)
@@ -288,7 +339,7 @@ def _near(store: Store, uri: str) -> str:
         level, left = below[:left], max(0, left - len(below))
         found += [folder for folder in level if _is_job(store, folder)]
     if not found:
-        return ": name <storage root>/<namespace>/<job>"
+        return ": name <storage root>/<namespace>/<job>, or with -n NAMESPACE a job of the cluster"
     base = uri if uri.endswith("/") else f"{uri}/"
     names = " or ".join(f"{base}{folder}" for folder in found[:_SUGGESTIONS])
     more = f" or one of {len(found) - _SUGGESTIONS} more" if len(found) > _SUGGESTIONS else ""
