@@ -132,7 +132,11 @@ class Node:
     def load(self, *archives: Path) -> None:
         """Puts the images of OCI or Docker archives on the node, under the names that they have there."""
         socket = self.folder / "containerd.sock"
-        wait_until(f"{self.name}: containerd listens", socket.is_socket, seconds=START_SECONDS)
+
+        def answers() -> bool:
+            return socket.is_socket() and bool(self.run("ctr", "--address", f"{socket}", "version"))
+
+        wait_until(f"{self.name}: containerd answers", answers, seconds=START_SECONDS)
         for archive in archives:
             self.run("ctr", "--address", f"{socket}", "--namespace", "k8s.io", "images", "import", f"{archive}")
 
