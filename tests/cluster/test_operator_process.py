@@ -1,0 +1,203 @@
+"""`stepfast-operator` as a real process against a real API server, with the rights that the chart gives it alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepfast_operator import labels
+from stepfast_operator.clusterjob import ClusterJob
+from stepfast_operator.record import State
+from testchart import chart
+from testcluster.controlplane import ApiServer, KubernetesClient
+from testoperator.polling import until
+from testoperator.process import OperatorProcess, kubeconfig_of, operator_process
+from testoperator.world import World, manifest
+
+RIGHTS = frozenset({"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"})
+ACCOUNT = f"system:serviceaccount:{chart.NAMESPACE}:{chart.OPERATOR}"
+Events = list[dict[str, Any]]
+
+
+def play(api: KubernetesClient, scenario: Callable[[World], Awaitable[None]], *, seconds: float = 240) -> None:
+    async def run() -> None:
+        async with World.open(api.kubeconfig) as world:
+            await asyncio.wait_for(scenario(world), seconds)
+
+    asyncio.run(run())
+
+
+def audit(api: KubernetesClient) -> Events:
+    assert isinstance(api, ApiServer)
+    return list(api.audit())
+
+
+async def reaches(world: World, job: ClusterJob, state: State) -> None:
+    async def is_so() -> bool:
+        return (await world.status(job)).state is state
+
+    await until(f"{job.job} is {state}", is_so, seconds=200)
+
+
+async def has_lease(world: World, namespace: str, holder: str) -> bool:
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+    leases = (await world.kube.get(path))["items"]
+    return any(lease["spec"].get("holderIdentity", "") == holder for lease in leases)
+
+
+async def is_healthy(operator: OperatorProcess) -> None:
+    await until("it is healthy", lambda: operator.health() == (200, "ok\n"))
+
+
+# ---- killed at every effect
+
+
+def test_operator_that_is_killed_after_each_of_its_requests_loses_and_doubles_nothing(
+    operator_api: KubernetesClient, tmp_path: Path
+) -> None:
+    async def scenario(world: World) -> None:
+        where = world.namespace
+        with operator_process(
+            tmp_path, operator_api.kubeconfig, namespace=where, watch=[where], mode="crashing"
+        ) as operator:
+            job = await world.make_job(trainer={"numNodes": 2})
+            await world.kubelets.started("job-1-1")
+            await world.kubelets.end("job-1-0", 7)
+            await world.kubelets.started("job-2-1")
+            for index in range(2):
+                await world.kubelets.end(f"job-2-{index}", 0)
+            await reaches(world, job, State.COMPLETE)
+            lives = operator.log.read_text().count("a life is over")
+        status = await world.status(job)
+        assert (status.attempt, status.restarts, status.restarts_count_towards_max) == (2, 1, 1)
+        assert [(recovery.attempt, recovery.counted) for recovery in status.recoveries] == [(1, True)]
+        assert lives >= 12, f"killed {lives} times: finalizer, statuses, annotations, Service, pods, deletions"
+
+        events = [event for event in audit(operator_api) if event.get("objectRef", {}).get("namespace") == where]
+        made = [name for name, event in pods(events, "create") if event["responseStatus"]["code"] == 201]
+        assert Counter(made) == Counter({f"job-{attempt}-{index}": 1 for attempt in (1, 2) for index in (0, 1)})
+        order = list(ended_and_made(events))
+        first_of_second = min(order.index(("create", f"job-2-{index}")) for index in (0, 1))
+        assert order.index(("ended", "job-1-1")) < first_of_second, "at most one gang lives; job-1-0 had failed"
+
+    play(operator_api, scenario)
+
+
+def pods(events: Events, verb: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for event in events:
+        reference = event["objectRef"]
+        if event["verb"] == verb and reference["resource"] == "pods" and "subresource" not in reference:
+            yield reference.get("name") or event["requestObject"]["metadata"]["name"], event
+
+
+def ended_and_made(events: Events) -> Iterator[tuple[str, str]]:
+    """Pods that were made, and pods of which the kubelet said that they are over: first by their status."""
+    said = set()
+    for event in events:
+        reference, code = event["objectRef"], event["responseStatus"].get("code")
+        if reference["resource"] != "pods":
+            continue
+        if event["verb"] == "create" and "subresource" not in reference and code == 201:
+            yield "create", reference.get("name") or event["requestObject"]["metadata"]["name"]
+        options = event.get("requestObject") or {}
+        is_kubelets = event["verb"] == "delete" and options.get("gracePeriodSeconds") == 0
+        if is_kubelets and reference["name"] not in said:
+            said.add(reference["name"])
+            yield "ended", reference["name"]
+
+
+# ---- with the chart's rights
+
+
+@pytest.mark.parametrize("is_namespaced", [False, True], ids=["all namespaces", "one namespace"])
+def test_rights_of_the_chart_are_enough_and_sigterm_ends_it_in_order(
+    operator_api: KubernetesClient, tmp_path: Path, is_namespaced: bool
+) -> None:
+    async def scenario(world: World) -> None:
+        values: dict[str, Any] = {"watchNamespaces": [world.namespace]} if is_namespaced else {}
+        grant(operator_api, tmp_path, values)
+        kubeconfig = kubeconfig_of(operator_api, chart.NAMESPACE, chart.OPERATOR, tmp_path)
+        identity = f"operator-{world.namespace}"
+        begun = len(audit(operator_api))
+        with operator_process(
+            tmp_path, kubeconfig, namespace=chart.NAMESPACE, identity=identity, watch=values.get("watchNamespaces", [])
+        ) as operator:
+            await whole_life(world)
+            await hands_off(world)
+            await is_healthy(operator)
+            assert 'stepfast_jobs{state="Complete"}' in operator.scrape()
+            assert 'stepfast_watch_age_seconds{resource="trainingjobs"} 0.0' in operator.scrape()
+            await until("its Lease", lambda: has_lease(world, chart.NAMESPACE, identity))
+            begin = time.monotonic()
+            status = await asyncio.to_thread(operator.terminate)
+            assert time.monotonic() - begin < 10
+            assert status == 0, operator.log.read_text()[-3000:]
+        assert not await has_lease(world, chart.NAMESPACE, identity), "given up: the next one need not wait"
+        assert await has_lease(world, chart.NAMESPACE, "")
+        ours = [event for event in audit(operator_api)[begun:] if event["user"]["username"] == ACCOUNT]
+        assert ours
+        refused = [event for event in ours if event["responseStatus"].get("code") in (401, 403)]
+        assert [(event["verb"], event["requestURI"]) for event in refused] == []
+        described = operator_api.kubectl("describe", "trainingjob", "whole", "-n", world.namespace)
+        assert "PodsCreated" in described
+
+    play(operator_api, scenario)
+
+
+def grant(api: KubernetesClient, folder: Path, values: dict[str, Any]) -> None:
+    """The operator's rights as the chart renders them, and nothing else of the chart."""
+    documents = chart.render(api, folder, chart.with_storage(values))
+    rights = [one for one in documents if one["kind"] in RIGHTS and one["metadata"]["name"].startswith(chart.OPERATOR)]
+    api.kubectl("delete", "clusterrole,clusterrolebinding", "-l", "app.kubernetes.io/component=operator")
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": chart.NAMESPACE}}
+    api.apply(namespace, *rights)
+
+
+async def whole_life(world: World) -> None:
+    """A job that fails, restarts, completes; and one that is deleted while it runs."""
+    job = await world.make_job("whole", trainer={"numNodes": 2})
+    await world.kubelets.end("whole-1-0", 7)
+    for index in range(2):
+        await world.kubelets.end(f"whole-2-{index}", 0)
+    await reaches(world, job, State.COMPLETE)
+    gone = await world.make_job("gone")
+    await world.kubelets.started("gone-1-0")
+    assert (await world.job(gone)).finalizers == (labels.FINALIZER,)
+    await world.kube.delete(gone.path)
+
+    async def is_gone() -> bool:
+        listed = await world.kube.get(f"/apis/stepfast.dev/v1alpha1/namespaces/{world.namespace}/trainingjobs")
+        return all(item["metadata"]["uid"] != gone.uid for item in listed["items"])
+
+    await until("the deleted job is gone", is_gone)
+
+
+async def hands_off(world: World) -> None:
+    """A job of another manager is left alone, by an operator that has seen a later one."""
+    path = f"/apis/stepfast.dev/v1alpha1/namespaces/{world.namespace}/trainingjobs"
+    other = await world.kube.create(path, manifest(world.namespace, "other", managedBy="kueue.x-k8s.io/multikueue"))
+    job = await world.make_job("later")
+    await world.kubelets.end("later-1-0", 0)
+    await reaches(world, job, State.COMPLETE)
+    now = await world.kube.get(f"{path}/other")
+    assert now["metadata"]["resourceVersion"] == other["metadata"]["resourceVersion"], "untouched"
+
+
+def test_dead_watch_of_jobs_is_seen_by_the_health_probe(operator_api: KubernetesClient, tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        where = world.namespace
+        with operator_process(
+            tmp_path, operator_api.kubeconfig, namespace=where, watch=[where], mode="deaf"
+        ) as operator:
+            await is_healthy(operator)
+            await world.make_job()
+            await until("it is not", lambda: operator.health()[0] == 503)
+            assert operator.health()[1].startswith("trainingjobs: nothing heard for")
+
+    play(operator_api, scenario)
