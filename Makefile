@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 DISTRIBUTIONS := -e "trainer-sdk[torch,azure,run]" -e "sidecar[azure,cluster]" -e operator
 
-.PHONY: venv demo test check lint bench chaos constraints crds protos reference clean
+.PHONY: venv demo test test-cluster programs images check lint bench chaos constraints crds protos reference clean
 
 venv: $(READY)
 
@@ -26,11 +26,24 @@ demo: venv
 	@$(BIN)/stepfast checkpoints list $(DEMO)/checkpoints/local/demo
 	@$(BIN)/stepfast checkpoints verify $(DEMO)/checkpoints/local/demo
 
+# Two workers, because most of the suite waits; a file's tests stay together, in their order.
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# On a real Kubernetes: pods, nodes that are lost, the chart and the images. Needs root and Debian's containerd (.ci/run).
+test-cluster: venv programs images
+	$(BIN)/python -m pytest tests/cluster
+
+# Kubernetes and helm, built from Go modules: minutes once, then from the cache. Where that cannot be, tests say so.
+programs: venv
+	@$(BIN)/python tests/cluster/cluster.py build || [ -z "$$CI" ]
+
+# The images that tests/cluster installs.
+images: venv
+	@$(BIN)/python tests/cluster/cluster.py build-images || [ -z "$$CI" ]
 
 # What CI runs.
-check: lint test
+check: lint programs test test-cluster
 
 lint: venv
 	$(BIN)/ruff check .

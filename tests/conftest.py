@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -28,6 +29,25 @@ _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOt
 # CI judges a change by the same examples each time; elsewhere new ones are looked for.
 settings.register_profile("stepfast", derandomize=bool(os.environ.get("CI")), deadline=None)
 settings.load_profile("stepfast")
+
+
+CLUSTER_TESTS = Path(__file__).parent / "cluster"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """tests/cluster needs root and minutes: it runs when it is asked for."""
+    return True if collection_path == CLUSTER_TESTS and not _is_cluster_asked_for(config) else None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if _is_cluster_asked_for(config):
+        return "tests/cluster: on a Kubernetes that is started for it"
+    return "tests/cluster IS LEFT OUT: `make test-cluster` runs it"
+
+
+def _is_cluster_asked_for(config: pytest.Config) -> bool:
+    asked = [Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in config.args]
+    return any(path.is_relative_to(CLUSTER_TESTS) for path in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,19 +208,22 @@ def _installed_azurite() -> Path:
     root = Path(__file__).resolve().parent.parent
     cache = Path(os.environ.get("STEPFAST_CACHE_DIR") or root / ".venv") / f"azurite-{AZURITE_VERSION}"
     script = cache / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
-    if not script.exists():
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        staging = cache.with_name(f"{cache.name}.{os.getpid()}")
-        environment = {
-            **os.environ,
-            "PATH": f"{Path(_program('node')).parent}{os.pathsep}{os.environ['PATH']}",
-        }
-        command = [*_npm(), "install", "--no-audit", "--no-fund", "--prefix", str(staging)]
-        subprocess.run([*command, f"azurite@{AZURITE_VERSION}"], check=True, timeout=540, env=environment)
-        if cache.exists():
-            shutil.rmtree(cache)
-        staging.rename(cache)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with cache.with_name(f"{cache.name}.lock").open("w") as lock:  # two workers want it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not script.exists():
+            _install_azurite(cache)
     return script
+
+
+def _install_azurite(folder: Path) -> None:
+    staging = folder.with_name(f"{folder.name}.{os.getpid()}")
+    environment = {**os.environ, "PATH": f"{Path(_program('node')).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [*_npm(), "install", "--no-audit", "--no-fund", "--prefix", str(staging)]
+    subprocess.run([*command, f"azurite@{AZURITE_VERSION}"], check=True, timeout=540, env=environment)
+    if folder.exists():
+        shutil.rmtree(folder)
+    staging.rename(folder)
 
 
 def _program(name: str) -> str:

@@ -16,12 +16,14 @@ import sys
 from pathlib import Path
 
 from testcluster.binaries import Binaries
+from testcluster.unavailable import Unavailable
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build")
+    commands.add_parser("build-images")
     commands.add_parser("list")
     up = commands.add_parser("up")
     up.add_argument("--nodes", type=int, default=2)
@@ -34,13 +36,17 @@ def main() -> int:
     commands.choices["namespace"].add_argument("name")
     commands.add_parser("down").add_argument("numbers", type=int, nargs="*")
     options = parser.parse_args()
-    if options.command == "build":
-        print(*Binaries.find().folders)
-    else:
-        # The build must work with any Python; all else needs the project's.
-        from testcluster import byhand
+    try:
+        if options.command == "build":
+            print(*Binaries.find().folders)
+        else:
+            # The build must work with any Python; all else needs the project's.
+            from testcluster import byhand
 
-        byhand.run(options)
+            byhand.run(options)
+    except Unavailable as reason:
+        print(f"tests/cluster: A CLUSTER CANNOT RUN HERE: {reason}", file=sys.stderr)
+        return 1
     return 0
 
 

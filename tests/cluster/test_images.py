@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from testcluster.cluster import Cluster
-from testcluster.images import BASE, PAUSE, Build
+from testcluster.images import BASE, PAUSE, Build, ProjectImages
 from testcluster.jobnamespace import job_namespace, torch_pod_parts
 from testcluster.waiting import wait_until
 
@@ -81,4 +81,33 @@ def test_pods_reach_the_storage_of_the_tests(cluster: Cluster, cluster_azurite: 
             "the storage has answered the pod",
             lambda: "HTTP/1.1" in cluster.kubectl("logs", "asker", "-n", namespace),
             seconds=60,
+        )
+
+
+@pytest.mark.parametrize(
+    ("image", "command"),
+    [
+        pytest.param("operator", ["stepfast-operator", "--help"], id="operator"),
+        pytest.param("sidecar", ["stepfast-agent", "--help"], id="sidecar"),
+        pytest.param("trainer", ["python3", "-c", "import stepfast, torch; print('usage: any')"], id="trainer"),
+    ],
+)
+def test_the_projects_own_images_run(cluster: Cluster, images: ProjectImages, image: str, command: list[str]) -> None:
+    with job_namespace(cluster, f"image-of-{image}") as namespace:
+        torch = torch_pod_parts()
+        restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        container = {"name": "main", "image": getattr(images, image), "command": command, "imagePullPolicy": "Never",
+                     "securityContext": restricted}  # fmt: skip
+        if image == "trainer":
+            container |= {"volumeMounts": torch["volumeMounts"], "env": torch["env"]}
+        security = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+        cluster.apply({
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "image", "namespace": namespace},
+            "spec": {"restartPolicy": "Never", "securityContext": security, "volumes": torch["volumes"],
+                     "containers": [container]},
+        })  # fmt: skip
+        wait_until(
+            "it has told how it is used",
+            lambda: "usage:" in cluster.kubectl("logs", "image", "-n", namespace).lower(),
+            seconds=120,
         )

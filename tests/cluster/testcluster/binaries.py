@@ -58,9 +58,18 @@ class Binaries:
 
     @classmethod
     def find_for_api_server(cls) -> Binaries:
-        """etcd, kube-apiserver and kubectl: envtest's where KUBEBUILDER_ASSETS names them, else what `find` gives."""
+        """etcd, kube-apiserver and kubectl: envtest's where KUBEBUILDER_ASSETS names them, else those of the cache.
+
+        Raises:
+            Unavailable: there are none. Only CI builds them here: tests of every folder use an API server, and none
+                should take minutes by surprise.
+        """
         assets = os.environ.get("KUBEBUILDER_ASSETS")
         if assets is None:
+            if not os.environ.get("CI") and not _folder().exists():
+                raise Unavailable(
+                    "Kubernetes is not built yet (`make programs`, minutes once), and there is no envtest"
+                )
             return cls.find()
         missing = [name for name in ("etcd", "kube-apiserver", "kubectl") if not (Path(assets) / name).exists()]
         if missing:
@@ -82,8 +91,12 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def _folder() -> Path:
+    return cache_folder() / f"bin-{_fingerprint()}"
+
+
 def _built() -> Path:
-    folder = cache_folder() / f"bin-{_fingerprint()}"
+    folder = _folder()
     with locked(folder.with_suffix(".lock")):
         if not folder.exists():
             _build(folder)

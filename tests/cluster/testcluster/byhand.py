@@ -15,6 +15,9 @@ def run(options: argparse.Namespace) -> None:
     match options.command:
         case "up":
             _up(options)
+        case "build-images":
+            pause()
+            print(*project_images().archives, sep="\n")
         case "list":
             for claim in Claim.existing():
                 print(claim.number, claim.folder)
