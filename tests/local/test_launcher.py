@@ -20,7 +20,8 @@ import os, signal, sys
 if os.environ["RANK"] == "1" and sys.argv[1] != "wait":
     if sys.argv[1] == "raise":
         raise ValueError("boom")
-    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "kill" else sys.exit(int(sys.argv[1]))
+    signals = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
+    os.kill(os.getpid(), signals[sys.argv[1]]) if sys.argv[1] in signals else sys.exit(int(sys.argv[1]))
 if sys.argv[1] != "0":
     open(os.path.join(os.path.dirname(__file__), "waiting-" + os.environ["RANK"]), "w").close()
     signal.pause()
@@ -52,6 +53,8 @@ def start(folder: Path, how: str) -> subprocess.Popen[bytes]:
         pytest.param("3", {"exitCode": 3, "signal": None, "message": "exit code 3"}, id="exit"),
         pytest.param("raise", {"exitCode": 1, "message": "ValueError: boom (exit code 1)"}, id="exception"),
         pytest.param("kill", {"exitCode": 137, "signal": "SIGKILL", "message": "killed by SIGKILL"}, id="signal"),
+        # Left to torchrun to tell, which sends this signal itself to the ranks that have not failed.
+        pytest.param("term", {"exitCode": 143, "signal": "SIGTERM", "message": "killed by SIGTERM"}, id="SIGTERM"),
     ],
 )
 def test_first_failure_is_told_and_its_exit_status_kept(

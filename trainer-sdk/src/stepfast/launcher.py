@@ -223,6 +223,9 @@ def _watch_children(report: _Report, launch: int) -> None:
             ended = None
         if ended is not None and ended.si_status != 0 and (rank := ranks.get(ended.si_pid)) is not None:
             is_exit = ended.si_code == os.CLD_EXITED
+            if not is_exit and ended.si_status == signal.SIGTERM:
+                # Most likely torchrun's own, sent because of a rank that it was faster to find; it says which.
+                return
             if is_exit:
                 # What it printed last says why. torchrun passes that on a moment later, and whoever reads the report
                 # ends torchrun at once.
