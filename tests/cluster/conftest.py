@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from testjobs.job import Team
-from testjobs.release import Release, install
+from testjobs.release import NAMESPACE, Release, install
 
 from testcluster.binaries import Binaries
 from testcluster.claim import Claim
@@ -23,6 +23,7 @@ from testoperator.crds import install_crds
 
 __all__ = ["api_server"]
 
+BY_HAND = "STEPFAST_CLUSTER"
 TRAINER = Path(__file__).parent / "trainer.py"
 
 
@@ -36,7 +37,7 @@ def operator_api(api_server: KubernetesClient) -> KubernetesClient:
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Two nodes, for the session. STEPFAST_CLUSTER=<number> uses one that was started by hand, and leaves it."""
-    number = os.environ.get("STEPFAST_CLUSTER")
+    number = os.environ.get(BY_HAND)
     with loudly():
         if number is not None:
             yield Cluster.open(int(number))
@@ -68,9 +69,13 @@ def cluster_azurite(cluster: Cluster, serve_azurite: Callable[[str], AbstractCon
 
 
 @pytest.fixture(scope="session")
-def release(cluster: Cluster, images: ProjectImages, cluster_azurite: Any) -> Release:
+def release(cluster: Cluster, images: ProjectImages, cluster_azurite: Any) -> Iterator[Release]:
     """Stepfast, installed by helm."""
-    return install(cluster, images, cluster_azurite)
+    installed = install(cluster, images, cluster_azurite)
+    yield installed
+    if BY_HAND in os.environ:  # the cluster stays, for the next session
+        installed.uninstall()
+        cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=180s", timeout_seconds=200)
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +90,7 @@ def team(release: Release, images: ProjectImages) -> Iterator[Team]:
 @pytest.fixture(scope="session")
 def third_node(team: Team, images: ProjectImages, release: Release) -> str:
     """One machine more, for when one is lost: a gang of two then finds another."""
-    node = team.cluster.add_node(3, images=[pause(), *images.archives])
+    node = team.cluster.nodes.get("node-3") or team.cluster.add_node(3, images=[pause(), *images.archives])
     release.wait_until_ready()
     release.wait_for_agents(3)
     return node.name

@@ -16,10 +16,10 @@ STEPS = 400
 SAVE_EVERY = 10
 SECONDS = 300.0
 _ENDED = re.compile(r"rank (\d+) ends after step (\d+) with ([0-9a-f]{64})")
-# Of a pod's processes the rank is the one that runs the script itself.
+# Of a pod's processes the rank is the one that runs the script itself; the brackets keep this shell out of it.
 _RANK = """
 for folder in /proc/[0-9]*; do
-  if tr "\\0" " " < $folder/cmdline | grep -q "python3 -u"; then kill -{signal} ${{folder#/proc/}}; fi
+  if tr "\\0" " " < $folder/cmdline | grep -q "[p]ython3 -u"; then kill -{signal} ${{folder#/proc/}}; fi
 done"""
 
 
