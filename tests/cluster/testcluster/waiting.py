@@ -12,8 +12,10 @@ class CommandFailed(Exception):
     """A command ended with a status other than 0; the message is what it wrote on standard error."""
 
 
-def wait_until(what: str, is_so: Callable[[], object], *, seconds: float = 30.0) -> None:
+def wait_until(what: str, is_so: Callable[[], object], *, seconds: float = 30.0, every_seconds: float = 0.1) -> None:
     """Asks until the answer is true; a command that fails is a no.
+
+    `every_seconds`: how often. A kubectl costs a fifth of a second of a processor, which gangs need, too.
 
     Raises:
         TimeoutError: with `what`, and what the last command said.
@@ -27,7 +29,7 @@ def wait_until(what: str, is_so: Callable[[], object], *, seconds: float = 30.0)
             answer = f" ({error})"
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {seconds:.0f} s: {what}{answer}")
-        threading.Event().wait(0.1)
+        threading.Event().wait(every_seconds)
 
 
 def run_or_raise(*command: str, timeout_seconds: float = 300.0, environment: Mapping[str, str] | None = None) -> str:

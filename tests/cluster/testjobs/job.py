@@ -15,6 +15,7 @@ from testcluster.waiting import wait_until
 STEPS = 400
 SAVE_EVERY = 10
 SECONDS = 300.0
+POLL_SECONDS = 0.7
 _ENDED = re.compile(r"rank (\d+) ends after step (\d+) with ([0-9a-f]{64})")
 # Of a pod's processes the rank is the one that runs the script itself; the brackets keep this shell out of it.
 _RANK = """
@@ -91,7 +92,7 @@ class Job:
             return bool(is_so(last))
 
         try:
-            wait_until(f"{self.name}: {what}", look, seconds=seconds)
+            wait_until(f"{self.name}: {what}", look, seconds=seconds, every_seconds=POLL_SECONDS)
         except TimeoutError as error:
             raise TimeoutError(f"{error}; status: {json.dumps(last)}; events: {self.story()}") from error
         return last
