@@ -91,7 +91,8 @@ class Operator:
 
     async def _give_up_lease(self) -> None:
         try:
-            await asyncio.wait_for(self._lease.release(), _RELEASE_SECONDS)
+            async with asyncio.timeout(_RELEASE_SECONDS):
+                await self._lease.release()
         except TimeoutError:
             log.warning("the Lease was not given up: it runs out by itself")
 

@@ -66,7 +66,8 @@ class EventLog:
     async def drain(self, timeout_seconds: float) -> None:
         """Waits until what is queued is posted."""
         try:
-            await asyncio.wait_for(self._queue.join(), timeout_seconds)
+            async with asyncio.timeout(timeout_seconds):
+                await self._queue.join()
         except TimeoutError:
             log.warning("%d Events were not posted", self._queue.qsize())
 

@@ -229,6 +229,7 @@ async def _until(changed: asyncio.Event, seconds: float) -> None:
         await asyncio.sleep(0)
         return
     try:
-        await asyncio.wait_for(changed.wait(), seconds)
+        async with asyncio.timeout(seconds):  # `wait_for` may swallow a cancellation (CPython issue 86296)
+            await changed.wait()
     except TimeoutError:
         return

@@ -186,7 +186,8 @@ class KubernetesBackend:
             if left <= 0:
                 return
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), left)
+                async with asyncio.timeout(left):  # `wait_for` may swallow a cancellation
+                    await self.changed.wait()
 
     async def start_agent(self) -> None:
         """Nothing: the DaemonSet does."""

@@ -169,7 +169,8 @@ class LocalAgent:
 
     async def _call(self, call: Callable[[], T]) -> T:
         try:
-            return await asyncio.wait_for(call_in_thread(call, name="stepfast-agent-call"), timeout=_CALL_SECONDS)
+            async with asyncio.timeout(_CALL_SECONDS):
+                return await call_in_thread(call, name="stepfast-agent-call")
         except TimeoutError:
             raise AgentUnavailable(f"the agent does not answer within {_CALL_SECONDS:g} s") from None
         except ProtocolError as error:

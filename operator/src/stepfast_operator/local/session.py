@@ -152,7 +152,8 @@ async def _persist_left(job: JobKey, uid: str, settings: AgentSettings, view: Vi
                 while agent.state() is AgentState.STARTING:
                     changed.clear()
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(changed.wait(), _AGENT_POLL_SECONDS)
+                        async with asyncio.timeout(_AGENT_POLL_SECONDS):
+                            await changed.wait()
     finally:
         is_all_persisted = await agent.end()
     if not is_all_persisted:
@@ -188,7 +189,8 @@ async def _loop(backend: ProcessBackend, status: Status, wake: asyncio.Event, vi
         wait = _LONGEST_WAIT_SECONDS if requeue is None else min(requeue, _LONGEST_WAIT_SECONDS)
         if wait > 0:
             try:
-                await asyncio.wait_for(wake.wait(), timeout=wait)
+                async with asyncio.timeout(wait):
+                    await wake.wait()
             except TimeoutError:
                 continue
         else:
