@@ -109,7 +109,8 @@ def check_machine() -> None:
     reasons = []
     if os.getuid() != 0:
         reasons.append("nodes are namespaces and control groups, which root alone may make")
-    missing = {package for program, package in PROGRAMS.items() if shutil.which(program) is None}
+    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # where a user who is not root may not look
+    missing = {package for program, package in PROGRAMS.items() if shutil.which(program, path=path) is None}
     if missing:
         reasons.append(f"programs are missing: apt-get install {' '.join(sorted(missing))}")
     if reasons:
