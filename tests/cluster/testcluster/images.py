@@ -14,14 +14,14 @@ import shutil
 import sys
 import tarfile
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from testcluster.binaries import cache_folder, locked
 from testcluster.unavailable import Unavailable
-from testcluster.waiting import run_or_raise
+from testcluster.waiting import CommandFailed, run_or_raise
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent.parent
 PAUSE = "localhost/pause:1"
@@ -35,7 +35,7 @@ BASE_RECIPE = (
 SOURCES = ("Dockerfile", "constraints.txt", "trainer-sdk", "sidecar", "operator", "examples")
 REQUIREMENTS = ("trainer-sdk[storage,azure]", "operator[cluster]", "sidecar[azure,cluster]")
 NOT_SOURCES = ("__pycache__", ".stepfast")
-KEEP_SECONDS = 2 * 24 * 3600.0
+KEEP_VERSIONS = 3
 BUILD_SECONDS = 1200.0
 
 
@@ -96,14 +96,14 @@ class Build:
 
     def archive(self, wheels: Path | None = None) -> Path:
         """The image as a Docker archive, made unless the cache has it. pip sees the wheels of that folder alone."""
-        archive = cache_folder() / "images" / f"{self.name.rpartition('/')[2]}-{self.tag}.tar"
+        archive = _archives() / f"{self.name.rpartition('/')[2]}-{self.tag}.tar"
         # One at a time: they share their layers, and the machine.
         with locked(cache_folder() / "buildah.lock"):
             if not archive.exists():
-                _forget_old(archive.parent)
                 _buildah_base()
                 self._build(wheels)
                 _push(self.reference, archive)
+                _forget_old(self.name)
             os.utime(archive)
         return archive
 
@@ -126,9 +126,8 @@ def pause() -> Path:
     if busybox is None:
         raise Unavailable("the pause image needs a static busybox: apt-get install busybox-static")
     content = Path(busybox).read_bytes()
-    archive = cache_folder() / "images" / f"pause-{hashlib.sha256(content).hexdigest()[:16]}.tar"
+    archive = _archives() / f"pause-{hashlib.sha256(content).hexdigest()[:16]}.tar"
     if not archive.exists():
-        archive.parent.mkdir(parents=True, exist_ok=True)
         layer = _tar({"bin/busybox": content})
         # Process 1 ends on a signal only when it says so.
         script = "trap 'exit 0' TERM INT; /bin/busybox sleep 2147483647 & wait"
@@ -166,7 +165,6 @@ def _buildah_base() -> None:
 
 
 def _push(reference: str, archive: Path) -> None:
-    archive.parent.mkdir(parents=True, exist_ok=True)
     staging = archive.with_suffix(f".{os.getpid()}")
     staging.unlink(missing_ok=True)
     _buildah("push", "--quiet", reference, f"docker-archive:{staging}:{reference}")
@@ -216,13 +214,26 @@ def _fingerprint(paths: Iterator[Path] | list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _forget_old(folder: Path) -> None:
-    """Archives that nobody used for two days, and layers that no image has any more."""
-    old = [path for path in folder.glob("*.tar") if time.time() - path.stat().st_mtime > KEEP_SECONDS]
+def _forget_old(name: str) -> None:
+    """All but the versions of an image that were used last, and the layers that only the forgotten ones had.
+
+    A few are kept for checkouts that take turns, and because another session may be loading one right now.
+    """
+    short = name.rpartition("/")[2]
+    archives = [path for path in _archives().glob(f"{short}-*.tar") if path.stem.rpartition("-")[0] == short]
+    old = sorted(archives, key=lambda path: path.stat().st_mtime)[:-KEEP_VERSIONS]
     for path in old:
+        with suppress(CommandFailed):  # the store may have been cleared by hand
+            _buildah("rmi", "--force", f"{name}:{path.stem.rpartition('-')[2]}")
         path.unlink()
     if old:
         _buildah("rmi", "--prune", "--force")
+
+
+def _archives() -> Path:
+    folder = cache_folder() / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _need(*programs: str) -> None:
