@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from stepfast_operator.actions import StopGang, StopMode
+import pytest
+
+from stepfast_operator.actions import LaunchGang, StopGang, StopMode
 from stepfast_operator.observed import AgentState, Intent
 from stepfast_operator.record import Cause, ConditionType, FailedReason, State
 
@@ -51,6 +53,30 @@ def test_rank_that_waits_for_memory_is_not_hung_and_has_its_time_again_after_it(
     world.advance(10)
     world.relaunched()
     assert world.status.last_failure.reason is Cause.HANG_DETECTED
+
+
+def test_gang_that_nobody_lets_be_launched_ends_the_job_at_the_start_deadline(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(startupDeadlineSeconds=60)
+
+    async def refuse(launch: LaunchGang) -> None:
+        raise ProcessLookupError("exceeded quota")
+
+    monkeypatch.setattr(world, "launch", refuse)
+    while world.status.attempt == 0:
+        world.turn()
+    tries = 0
+    while not world.status.is_terminal:
+        try:
+            world.look()
+        except ProcessLookupError:
+            tries += 1
+        world.advance(5)
+    assert 10 <= tries <= 13
+    failed = world.status.condition(ConditionType.FAILED)
+    assert failed.reason == FailedReason.STARTUP_DEADLINE_EXCEEDED
+    assert failed.message == "the gang was not launched within 60 s (startupDeadlineSeconds)"
 
 
 def test_script_that_never_uses_the_sdk_is_never_called_hung(make_world: MakeWorld) -> None:

@@ -75,9 +75,11 @@ class Operator:
         }
         kopf_task = self._start("kopf", self._kopf())
         starting = self._start("start", self._begin())
+        starting.add_done_callback(self._note_start)
         stopping = self._start("stop", self._stopping.wait())
         try:
             done, _ = await asyncio.wait({*parts, kopf_task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            done |= {starting} if starting.done() else set()
         finally:
             starting.cancel()
             await self.jobs.close()
@@ -88,6 +90,11 @@ class Operator:
             await self._events.drain(_DRAIN_SECONDS)
             await _cancel({*parts, kopf_task, starting, stopping})
         return _status_of(done - {stopping})
+
+    def _note_start(self, starting: asyncio.Task[None]) -> None:
+        """An operator that could not begin ends, rather than idles."""
+        if not starting.cancelled() and starting.exception() is not None:
+            self._stopping.set()
 
     async def _give_up_lease(self) -> None:
         try:

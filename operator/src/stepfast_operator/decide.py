@@ -226,6 +226,10 @@ def _launch(observed: Observed, attempt: Attempt) -> Decision:
         return _decision("another step is asked for since the attempt was planned", end, RequeueAfter(seconds=0))
     if deadline.is_active_exceeded(observed):
         return _decision("activeDeadlineSeconds are over", _deadline_failed(observed))
+    since = flush.waiting_since(observed, attempt.planned_time)
+    if observed.now - since > observed.spec.startup_deadline_seconds:
+        # Nobody lets its pods be made: a quota, an admission rule, an API server that is away.
+        return _too_late(observed, attempt, "the gang was not launched")
     wait = attempt.planned_time + AGENT_START_SECONDS - observed.now
     if wait > 0 and observed.agent is AgentState.GONE:
         return _decision("the agent comes first", StartAgent(), RequeueAfter(seconds=_SOON_SECONDS))
@@ -315,10 +319,7 @@ def _check_deadlines(observed: Observed, attempt: Attempt) -> Decision:
         )
     late = deadline.startup_exceeded(observed, attempt)
     if late is not None:
-        message = f"{late} within {observed.spec.startup_deadline_seconds:g} s (startupDeadlineSeconds)"
-        failure = Failure(cause=Cause.DEADLINE, time=observed.now, message=message)
-        reason = FailedReason.STARTUP_DEADLINE_EXCEEDED
-        return _end(attempt, failure, Verdict.FAIL, message, fail_reason=reason, fail_message=message)
+        return _too_late(observed, attempt, late)
     hang_left = progress.hang_left_seconds(observed, attempt)
     if hang_left is not None and hang_left <= 0:
         return _hung(observed, attempt)
@@ -338,6 +339,13 @@ def _check_deadlines(observed: Observed, attempt: Attempt) -> Decision:
 def _ahead(seconds: float | None) -> float | None:
     """A deadline that has passed, and was found met, needs no second look."""
     return seconds if seconds is not None and seconds > 0 else None
+
+
+def _too_late(observed: Observed, attempt: Attempt, what: str) -> Decision:
+    message = f"{what} within {observed.spec.startup_deadline_seconds:g} s (startupDeadlineSeconds)"
+    failure = Failure(cause=Cause.DEADLINE, time=observed.now, message=message)
+    reason = FailedReason.STARTUP_DEADLINE_EXCEEDED
+    return _end(attempt, failure, Verdict.FAIL, message, fail_reason=reason, fail_message=message)
 
 
 def _hung(observed: Observed, attempt: Attempt) -> Decision:

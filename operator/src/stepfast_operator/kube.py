@@ -19,6 +19,7 @@ from stepfast.errors import StepfastError
 from stepfast_operator.document import JSON
 
 _REQUEST_SECONDS = 30.0
+_CHANGE_SECONDS = 9.0  # a change that the API server takes later than that could meet another operator's (`lease.py`)
 _CONNECT_SECONDS = 10.0
 _MESSAGE_CHARACTERS = 2000
 _JSON = "application/json"
@@ -162,7 +163,8 @@ class Kube:
         content_type: str = _JSON,
         accept: str = _JSON,
     ) -> JSON:
-        timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS, connect=_CONNECT_SECONDS)
+        seconds = _REQUEST_SECONDS if method == "GET" else _CHANGE_SECONDS
+        timeout = aiohttp.ClientTimeout(total=seconds, connect=_CONNECT_SECONDS)
         response = await self._send(method, path, query, timeout, body=body, content_type=content_type, accept=accept)
         try:
             return json.loads(await response.read())

@@ -17,8 +17,9 @@ from stepfast_operator.kube import AlreadyExists, Conflict, Kube, KubeError, Not
 
 log = logging.getLogger(__name__)
 
-DURATION_SECONDS = 15.0
-# Renewed within it, or no longer acted upon: what is under way may take until the Lease runs out.
+DURATION_SECONDS = 20.0
+# Renewed within it, or no longer acted upon: what is under way then is over before the Lease runs out (`kube.py` gives
+# a change of an object less than the rest of it).
 FENCE_SECONDS = 10.0
 _RENEW_SECONDS = 2.0
 

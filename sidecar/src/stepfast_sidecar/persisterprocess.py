@@ -138,7 +138,8 @@ class PersisterProcess:
         if process.stdin is not None:
             process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), timeout_seconds)
+            async with asyncio.timeout(timeout_seconds):
+                await process.wait()
         except TimeoutError:
             process.kill()
             await process.wait()

@@ -230,7 +230,8 @@ class _RankServer:
                         self._agent.changed(True)
                     # Woken by each slot that is persisted; looked at again in any case, for a lost run's slots.
                     try:
-                        await asyncio.wait_for(self._room.freed.wait(), 1.0)
+                        async with asyncio.timeout(1.0):
+                            await self._room.freed.wait()
                     except TimeoutError:
                         self._free_abandoned()
                         self._room.carry_out(self._run, self._run.flow.relieve(self._rank))
