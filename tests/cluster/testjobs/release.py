@@ -23,6 +23,12 @@ class Release:
     storage_uri: str
     options: tuple[str, ...]
 
+    def install(self) -> None:
+        """Returns when operator and agents are ready and every agent has said so."""
+        self.cluster.helm("install", "stepfast", str(CHART), "--namespace", NAMESPACE, *self.options)
+        self.wait_until_ready()
+        self.wait_for_agents(len(self.cluster.nodes))
+
     def upgrade(self, *options: str) -> None:
         self.cluster.helm(
             "upgrade", "stepfast", str(CHART), "--namespace", NAMESPACE, *self.options, *options, "--wait"
@@ -33,10 +39,10 @@ class Release:
 
     def operator_pod(self) -> dict[str, Any]:
         """The operator's only pod that is not on its way out."""
-        return self._pods("operator")[0]
+        return self.pods("operator")[0]
 
     def agent_pod(self, node: str) -> dict[str, Any]:
-        return next(pod for pod in self._pods("sidecar") if pod["spec"].get("nodeName") == node)
+        return next(pod for pod in self.pods("sidecar") if pod["spec"].get("nodeName") == node)
 
     def kill_container(self, pod: dict[str, Any]) -> None:
         """SIGKILL to its first process, from the node: the kubelet starts it again in the same pod."""
@@ -58,10 +64,13 @@ class Release:
 
         wait_until("every agent has its CheckpointNode", have_all, seconds=60)
 
-    def _pods(self, component: str) -> list[dict[str, Any]]:
-        chosen = f"app.kubernetes.io/name=stepfast,app.kubernetes.io/component={component}"
+    def pods(self, *components: str) -> list[dict[str, Any]]:
+        """Of these components, without those on their way out; of none named: all that there are."""
+        chosen = "app.kubernetes.io/name=stepfast"
+        if components:
+            chosen += f",app.kubernetes.io/component in ({', '.join(components)})"
         items = self.cluster.get("pods", "-n", NAMESPACE, "-l", chosen)["items"]
-        return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
+        return [pod for pod in items if not components or "deletionTimestamp" not in pod["metadata"]]
 
 
 def install(cluster: Cluster, images: ProjectImages, azurite: Any) -> Release:
@@ -83,8 +92,6 @@ def install(cluster: Cluster, images: ProjectImages, azurite: Any) -> Release:
         repository, _, tag = reference.rpartition(":")
         values |= {f"{component}.image.repository": repository, f"{component}.image.tag": tag}
     options = tuple(part for name, value in values.items() for part in ("--set", f"{name}={value}"))
-    cluster.helm("install", "stepfast", str(CHART), "--namespace", NAMESPACE, *options)
     release = Release(cluster=cluster, storage_uri=values["storage.uri"], options=options)
-    release.wait_until_ready()
-    release.wait_for_agents(len(cluster.nodes))
+    release.install()
     return release

@@ -1,0 +1,80 @@
+"""The release changes and goes while a job trains: the job and its data go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from testjobs.gangs import made_pods
+from testjobs.job import SAVE_EVERY, STEPS, Job, Team
+from testjobs.release import Release
+
+from testcluster.waiting import wait_until
+
+
+@pytest.fixture
+def submit(team: Team) -> Iterator[Callable[..., Job]]:
+    """Submits a job and removes it afterwards."""
+    submitted: list[Job] = []
+
+    def run(name: str, *arguments: str) -> Job:
+        submitted.append(team.submit(name, *arguments))
+        return submitted[-1]
+
+    yield run
+    for job in submitted:
+        print("\n".join(job.story()))
+        team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=120s")
+
+
+def check_undisturbed(job: Job, undisturbed: Mapping[int, str]) -> None:
+    """It ended as it would have, in its first attempt and its first pods."""
+    status = job.wait_for_end()
+    assert (status["attempt"], status["restarts"]) == (1, 0), job.story()
+    assert status["checkpoint"]["latestPersistedStep"] == STEPS
+    assert job.digests() == undisturbed
+    assert len(made_pods(list(job.cluster.audit()), job.document()["metadata"]["uid"])) == 2
+
+
+def test_a_job_goes_on_through_an_upgrade(
+    submit: Callable[..., Job], release: Release, undisturbed: Mapping[int, str]
+) -> None:
+    job = submit("upgraded", "--pace", "0.2")
+    job.wait_for_commit(2 * SAVE_EVERY)
+    before = {_uid(release.operator_pod()), *(_uid(release.agent_pod(node)) for node in release.cluster.nodes)}
+    annotations = [f"{component}.podAnnotations.release=next" for component in ("operator", "sidecar")]
+    release.upgrade(*(part for annotation in annotations for part in ("--set", annotation)))
+    release.wait_until_ready()
+    after = {_uid(release.operator_pod()), *(_uid(release.agent_pod(node)) for node in release.cluster.nodes)}
+    assert not before & after, "all of the release was replaced"
+    assert "terminalState" not in job.status(), "the job trained all the while"
+    check_undisturbed(job, undisturbed)
+
+
+def test_a_job_outlives_the_release_and_the_next_one_takes_it_up(
+    submit: Callable[..., Job], release: Release, undisturbed: Mapping[int, str]
+) -> None:
+    job = submit("uninstalled", "--pace", "0.4")
+    committed = job.wait_for_commit(2 * SAVE_EVERY)["checkpoint"]["latestPersistedStep"]
+    release.uninstall()
+    try:
+        wait_until("nothing of the release is left", lambda: not release.pods(), seconds=150)
+        assert _phases(job) == {"Running"}
+        assert job.document()["spec"]
+        assert job.status()["checkpoint"]["latestPersistedStep"] >= committed
+    finally:
+        release.install()
+    job.wait("the next release sees it train", lambda status: status["checkpoint"]["latestPersistedStep"] > committed)
+    assert _phases(job) == {"Running"}
+    check_undisturbed(job, undisturbed)
+
+
+def _phases(job: Job) -> set[str]:
+    pods = job.cluster.get("pods", "-n", job.namespace, "-l", f"stepfast.dev/job={job.name}")["items"]
+    return {pod["status"]["phase"] for pod in pods}
+
+
+def _uid(pod: dict[str, Any]) -> str:
+    uid: str = pod["metadata"]["uid"]
+    return uid
