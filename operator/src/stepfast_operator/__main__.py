@@ -178,7 +178,8 @@ def main() -> None:
     """Reads the command line and serves until SIGTERM."""
     settings = parse_settings(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s stepfast-operator %(levelname)s %(message)s")
-    logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for each event of each job
+    for noisy in ("kopf.objects", "azure"):  # a line for each event of each job, and for each request to the storage
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         sys.exit(asyncio.run(serve(settings)))
     except (StepfastError, OSError) as error:
