@@ -5,6 +5,7 @@ Evidence is the job's own ledger (`status.recoveries`), what its ranks print, an
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ def job(request: pytest.FixtureRequest, team: Team) -> Iterator[Callable[..., Jo
     submitted: list[Job] = []
 
     def submit(*arguments: str, **options: Any) -> Job:
-        name = request.node.name.removeprefix("test_").replace("_", "-")[:40].rstrip("-")
+        name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:40].strip("-")
         submitted.append(team.submit(name, *arguments, **options))
         return submitted[-1]
 
