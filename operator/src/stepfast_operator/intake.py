@@ -279,9 +279,11 @@ def _recoveries(
     recoveries: tuple[Recovery, ...], current: Attempt, checkpoint: CheckpointStatus, gang: Gang | None
 ) -> tuple[Recovery, ...]:
     """Fills in the recovery that the current attempt completes, as its times become known."""
-    if not recoveries or not recoveries[-1].is_ended_by(current) or recoveries[-1].duration_seconds is not None:
+    if not recoveries or not recoveries[-1].is_ended_by(current):
         return recoveries
     last = recoveries[-1]
+    if last.duration_seconds is not None and last.restored_time is not None:
+        return recoveries  # until then: one node may tell of its first step before another of what it restored
     resumed = current.first_step_time
     is_launched = gang is not None and gang.run == current.run and last.in_place_restart is None
     last = replace(
