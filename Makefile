@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
-DISTRIBUTIONS := -e "trainer-sdk[torch,azure,run]" -e "sidecar[azure,cluster]" -e operator
+DISTRIBUTIONS := -e "trainer-sdk[torch,azure,run]" -e "sidecar[azure,cluster]" -e "operator[azure,cluster]"
 
 .PHONY: venv demo test test-cluster programs images check lint bench chaos constraints crds protos reference clean
 
