@@ -4,7 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
-DISTRIBUTIONS := -e "trainer-sdk[torch,azure,run]" -e "sidecar[azure,cluster]" -e "operator[azure,cluster]"
 
 .PHONY: venv demo test test-cluster programs images check lint bench chaos constraints crds protos reference clean
 
@@ -15,7 +14,7 @@ $(READY): constraints.txt requirements-dev.in trainer-sdk/pyproject.toml sidecar
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
-		-r requirements-dev.in $(DISTRIBUTIONS)
+		-r requirements-dev.in
 	@touch $(READY)
 
 # Trains a small GPT on two ranks, kills one half-way, and shows that nothing is lost.
@@ -75,8 +74,8 @@ crds:
 constraints:
 	{ echo "# Every version this workspace is built and tested with. Made by \`make constraints\`; names no address."; \
 	  $(BIN)/uv pip compile --quiet --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade \
-	    --all-extras --no-emit-package stepfast --no-emit-package stepfast-sidecar --no-emit-package stepfast-operator \
-	    requirements-dev.in trainer-sdk/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml; } > constraints.new
+	    --no-emit-package stepfast --no-emit-package stepfast-sidecar --no-emit-package stepfast-operator \
+	    requirements-dev.in; } > constraints.new
 	mv constraints.new constraints.txt
 
 clean:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from stepfast.kube import Kube
 from stepfast.step import JobKey
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.backends import kubernetes
@@ -21,7 +22,6 @@ from stepfast_operator.backends.kubernetes import KubernetesBackend, NameTaken
 from stepfast_operator.backends.requests import Ask, Request, Requests
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.document import JSON
-from stepfast_operator.kube import Kube
 from stepfast_operator.observed import WorkerPhase
 from stepfast_operator.record import Cause
 from testcluster.controlplane import ApiServer, KubernetesClient

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from stepfast.kube import Kube
 from stepfast_operator import lease as module
-from stepfast_operator.kube import Kube
 from stepfast_operator.lease import Lease, NotLeading
 from testcluster.controlplane import KubernetesClient
 from testoperator.polling import until

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from stepfast.kube import Kube
 from stepfast_operator.cache import Reflector
 from stepfast_operator.document import JSON
-from stepfast_operator.kube import Kube
 from testcluster.binaries import Binaries
 from testcluster.claim import Claim
 from testcluster.controlplane import ApiServer, KubernetesClient

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
+from stepfast.kube import Expired, Kube, WatchEvent
 from stepfast_operator.cache import Reflector
 from stepfast_operator.document import JSON
-from stepfast_operator.kube import Expired, Kube, WatchEvent
 
 
 class Refusing(Kube):

@@ -14,6 +14,7 @@ from typing import Any
 import kopf
 
 from stepfast.errors import StepfastError
+from stepfast.kube import Kube
 from stepfast.storage.open import open_store
 from stepfast_operator import handlers, serving
 from stepfast_operator.backends.kubernetes import Cluster
@@ -22,8 +23,7 @@ from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.eventlog import EventLog
 from stepfast_operator.jobs import Jobs
 from stepfast_operator.jobwatch import JobWatch
-from stepfast_operator.kube import Kube
-from stepfast_operator.lease import Lease
+from stepfast_operator.lease import PATIENCE, Lease
 from stepfast_operator.metrics import Metrics
 from stepfast_operator.settings import Settings, parse_settings
 
@@ -167,7 +167,7 @@ def _status_of(ended: set[asyncio.Task[Any]]) -> int:
 
 async def serve(settings: Settings) -> int:
     """The operator from its connection to its end."""
-    kube = await Kube.connect()
+    kube = await Kube.connect(PATIENCE)
     try:
         return await Operator(kube, settings).run()
     finally:

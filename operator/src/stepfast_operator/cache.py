@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
+from stepfast.kube import Expired, Kube, KubeError
 from stepfast_operator.document import JSON
-from stepfast_operator.kube import Expired, Kube, KubeError
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from stepfast.kube import Kube
 from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.cache import Reflector
 from stepfast_operator.document import JSON
-from stepfast_operator.kube import Kube
 from stepfast_operator.podview import (
     AgentView,
     NodeReport,

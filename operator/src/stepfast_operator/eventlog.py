@@ -10,9 +10,9 @@ import time
 import uuid
 from dataclasses import dataclass
 
+from stepfast.kube import Kube, KubeError, KubeUnavailable
 from stepfast_operator import events, labels
 from stepfast_operator.document import JSON, time_text
-from stepfast_operator.kube import Kube, KubeError, KubeUnavailable
 from stepfast_operator.reconcile import Pass
 
 log = logging.getLogger(__name__)

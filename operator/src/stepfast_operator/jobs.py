@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 
 from stepfast.errors import SpecError, StepfastError
+from stepfast.kube import Conflict, NotFound
 from stepfast.step import JobKey
 from stepfast_operator import clusterjob, labels
 from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend, check_storage, write_status
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.document import JSON
 from stepfast_operator.eventlog import EventLog
-from stepfast_operator.kube import Conflict, NotFound
 from stepfast_operator.lease import NotLeading
 from stepfast_operator.metrics import Metrics
 from stepfast_operator.reconcile import Pass, reconcile

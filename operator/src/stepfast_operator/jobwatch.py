@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from stepfast_operator.kube import Kube, KubeError
+from stepfast.kube import Kube, KubeError
 
 log = logging.getLogger(__name__)
 

@@ -12,16 +12,18 @@ import time
 from datetime import UTC, datetime
 
 from stepfast.errors import StepfastError
+from stepfast.kube import AlreadyExists, Conflict, Kube, KubeError, NotFound, Patience
 from stepfast_operator.document import JSON, time_text
-from stepfast_operator.kube import AlreadyExists, Conflict, Kube, KubeError, NotFound
 
 log = logging.getLogger(__name__)
 
 DURATION_SECONDS = 20.0
-# Renewed within it, or no longer acted upon: what is under way then is over before the Lease runs out (`kube.py` gives
-# a change of an object less than the rest of it).
+# Renewed within it, or no longer acted upon: what is under way then is over before the Lease runs out (`PATIENCE`
+# gives a change of an object less than the rest of it).
 FENCE_SECONDS = 10.0
 _RENEW_SECONDS = 2.0
+# A change that the API server takes later than that could meet another operator's.
+PATIENCE = Patience(connect_seconds=10.0, read_seconds=30.0, change_seconds=9.0)
 
 
 class NotLeading(StepfastError):

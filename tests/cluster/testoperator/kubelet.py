@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from stepfast.kube import AlreadyExists, Conflict, Expired, Kube, KubeUnavailable, NotFound
 from stepfast_operator import labels
 from stepfast_operator.document import time_text
-from stepfast_operator.kube import AlreadyExists, Conflict, Expired, Kube, KubeUnavailable, NotFound
 from testoperator.polling import until
 
 _IDLE_SECONDS = 60.0

@@ -15,9 +15,9 @@ from typing import Any
 
 import kopf
 
+from stepfast.kube import Kube
 from stepfast_operator import __main__ as operator
 from stepfast_operator import handlers, jobwatch
-from stepfast_operator.kube import Kube
 
 _BESIDE = ("/leases", "/events")
 

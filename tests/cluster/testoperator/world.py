@@ -12,6 +12,7 @@ from typing import Any
 from kubernetes.aio import client, config
 
 from backendcontract import DictStore
+from stepfast.kube import AlreadyExists, Kube
 from stepfast.nodestatus import JobStatus, NodeStatus, to_document
 from stepfast.storage.base import Store
 from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend
@@ -20,8 +21,7 @@ from stepfast_operator.clusterjob import ClusterJob, parse_job, status_of
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.eventlog import EventLog
 from stepfast_operator.jobs import Jobs
-from stepfast_operator.kube import AlreadyExists, Kube
-from stepfast_operator.lease import Lease
+from stepfast_operator.lease import PATIENCE, Lease
 from stepfast_operator.metrics import Metrics
 from stepfast_operator.record import Attempt, Status
 from testoperator.kubelet import Kubelets
@@ -40,7 +40,7 @@ async def connect(kubeconfig: Path, kind: type[Kube] = Kube, *, server: str | No
     await config.load_kube_config(str(kubeconfig), client_configuration=configuration)  # type: ignore[no-untyped-call] # theirs
     if server is not None:
         configuration.host = server
-    return kind(configuration)
+    return kind(configuration, PATIENCE)
 
 
 async def make_namespace(kube: Kube) -> str:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from stepfast.errors import SpecError
+from stepfast.kube import AlreadyExists, Invalid, Kube, KubeError, KubeUnavailable, PatchKind
 from stepfast.nodestatus import JobStatus
 from stepfast.storage.base import Store
 from stepfast_operator import labels, manifests
@@ -28,7 +29,6 @@ from stepfast_operator.backends.requests import Ask, Request, Requests
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.document import JSON, decode, encode
-from stepfast_operator.kube import AlreadyExists, Invalid, Kube, KubeError, KubeUnavailable, PatchKind
 from stepfast_operator.lease import Lease
 from stepfast_operator.manifests import Owner
 from stepfast_operator.names import is_run_of

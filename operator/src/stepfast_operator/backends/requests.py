@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from stepfast.kube import Kube, NotFound
 from stepfast.step import JobKey
 from stepfast_operator.document import JSON
-from stepfast_operator.kube import Kube, NotFound
 from stepfast_operator.podview import NodeReport
 
 _PATH = "/apis/stepfast.dev/v1alpha1/checkpointnodes"

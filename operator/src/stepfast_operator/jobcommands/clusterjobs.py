@@ -11,11 +11,7 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
-from stepfast.step import JobKey
-from stepfast_operator.document import JSON
-from stepfast_operator.jobcommands.errors import ClusterError, JobDeleted, JobNotFound, JobRefused
-from stepfast_operator.jobcommands.kubeaccess import Access, access_of
-from stepfast_operator.kube import (
+from stepfast.kube import (
     Conflict,
     Expired,
     Forbidden,
@@ -26,6 +22,11 @@ from stepfast_operator.kube import (
     NotFound,
     Unauthorized,
 )
+from stepfast.step import JobKey
+from stepfast_operator.document import JSON
+from stepfast_operator.jobcommands.errors import ClusterError, JobDeleted, JobNotFound, JobRefused
+from stepfast_operator.jobcommands.kubeaccess import Access, access_of
+from stepfast_operator.lease import PATIENCE
 
 _GROUP = "/apis/stepfast.dev/v1alpha1"
 _KIND = "trainingjobs.stepfast.dev"
@@ -191,7 +192,7 @@ async def connected(context: str | None) -> AsyncIterator[ClusterJobs]:
     """The jobs of the cluster of that context, else of the current one. Raises ClusterError."""
     access = await access_of(context)
     try:
-        kube = Kube(access.configuration)
+        kube = Kube(access.configuration, PATIENCE)
     except (ssl.SSLError, OSError) as error:
         raise ClusterError(f"the certificates of {access.name} cannot be used: {error}") from error
     try:

@@ -1,4 +1,5 @@
-"""The API server as this operator sees it: requests with time-outs, plain JSON in and out, errors in words of our own.
+"""The API server as operator and agent see it: requests with time-outs, plain JSON in and out, errors in words of our
+own. For those who have the `kubernetes` package: importing this imports it, which takes seconds.
 
 Objects stay JSON here: a pod parsed into the client's generated classes costs ten times the few fields that are looked
 at. Authentication, its renewal and TLS are the client library's.
@@ -11,16 +12,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypeAlias
 
 import aiohttp
 from kubernetes.aio import client, config
 
 from stepfast.errors import StepfastError
-from stepfast_operator.document import JSON
 
-_REQUEST_SECONDS = 30.0
-_CHANGE_SECONDS = 9.0  # a change that the API server takes later than that could meet another operator's (`lease.py`)
-_CONNECT_SECONDS = 10.0
+# An object has whatever fields the API server gives it.
+JSON: TypeAlias = Any
 _MESSAGE_CHARACTERS = 2000
 _JSON = "application/json"
 _METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -77,24 +77,35 @@ class WatchEvent:
     object: JSON
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long, in seconds, a connection, an answer, and the answer to a change may take."""
+
+    connect_seconds: float
+    read_seconds: float
+    change_seconds: float
+
+
 class Kube:
     """A connection pool to one API server."""
 
-    def __init__(self, configuration: client.Configuration) -> None:
-        self._api = client.ApiClient(configuration)
+    def __init__(self, configuration: client.Configuration, patience: Patience) -> None:
+        self._api, self._patience = client.ApiClient(configuration), patience
 
     @staticmethod
-    async def connect() -> Kube:
+    async def connect(patience: Patience, *, persist_config: bool = True) -> Kube:
         """With the pod's service account, or outside of a cluster with KUBECONFIG. Raises KubeError."""
         configuration = client.Configuration()
         try:
             config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call] # theirs
         except config.ConfigException:
             try:
-                await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call] # theirs
+                await config.load_kube_config(  # type: ignore[no-untyped-call] # theirs
+                    client_configuration=configuration, persist_config=persist_config
+                )
             except (config.ConfigException, OSError) as error:
                 raise KubeError(f"neither a service account nor a kubeconfig: {error}") from error
-        return Kube(configuration)
+        return Kube(configuration, patience)
 
     async def close(self) -> None:
         await self._api.close()  # type: ignore[no-untyped-call] # theirs
@@ -140,7 +151,7 @@ class Kube:
         """What happens from `resourceVersion` on, until the server ends it. Raises Expired; KubeUnavailable also when
         nothing, not even a bookmark, came for so long: a connection may die without a word.
         """
-        timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS, sock_read=idle_seconds)
+        timeout = aiohttp.ClientTimeout(total=None, connect=self._patience.connect_seconds, sock_read=idle_seconds)
         response = await self._send("GET", path, {**query, "watch": "true", "allowWatchBookmarks": "true"}, timeout)
         try:
             async for line in _lines(response.content):
@@ -163,8 +174,9 @@ class Kube:
         content_type: str = _JSON,
         accept: str = _JSON,
     ) -> JSON:
-        seconds = _REQUEST_SECONDS if method == "GET" else _CHANGE_SECONDS
-        timeout = aiohttp.ClientTimeout(total=seconds, connect=_CONNECT_SECONDS)
+        patience = self._patience
+        seconds = patience.read_seconds if method == "GET" else patience.change_seconds
+        timeout = aiohttp.ClientTimeout(total=seconds, connect=patience.connect_seconds)
         response = await self._send(method, path, query, timeout, body=body, content_type=content_type, accept=accept)
         try:
             return json.loads(await response.read())
