@@ -93,15 +93,35 @@ if restarts in sys.argv[1].split(","):
 """
 
 
+MEETING = """
+import os, sys, time
+import torch, torch.distributed as dist
+rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+if restarts == "1" and rank == "1":
+    time.sleep(2)  # the other rank is sooner back, and looks for this one
+dist.init_process_group("gloo")
+open(os.path.join(os.path.dirname(__file__), f"rank-{rank}-launch-{restarts}"), "x").close()
+while True:
+    dist.all_reduce(torch.ones(1))
+    if restarts == "1":
+        break
+    if rank == "1":
+        os._exit(3)
+dist.destroy_process_group()
+"""
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def start_node(folder: Path, node: int, port: int, *, failing_launches: str) -> subprocess.Popen[bytes]:
+def start_node(
+    folder: Path, node: int, port: int, *, script: str = RESTARTED, failing_launches: str = ""
+) -> subprocess.Popen[bytes]:
     """One of two nodes, each with one rank; rank 1 fails in these launches, in which rank 0 waits for ever."""
-    (folder / "restarted.py").write_text(RESTARTED)
+    (folder / "restarted.py").write_text(script)
     options = [
         "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
         "--rdzv-id=test", f"--rdzv-conf=is_host={'true' if node == 0 else 'false'}", "--local-addr=127.0.0.1",
@@ -131,6 +151,13 @@ def test_ranks_of_all_nodes_count_a_restart_in_place_alike(owned: str, tmp_path:
     ]
     said = [json.loads((tmp_path / f"termination-{node}.json").read_text()) for node in (0, 1)]
     assert [document["exitCode"] for document in said] == [0, 0], "what was survived is no failure"
+
+
+def test_ranks_meet_again_after_a_restart_in_place(owned: str, tmp_path: Path) -> None:
+    port = free_port()
+    nodes = [start_node(tmp_path, node, port, script=MEETING) for node in (0, 1)]
+    assert [node.wait(timeout=180) for node in nodes] == [0, 0]
+    assert sorted(path.name for path in tmp_path.glob("rank-*-launch-1")) == ["rank-0-launch-1", "rank-1-launch-1"]
 
 
 def test_failure_after_a_restart_in_place_is_told_and_not_the_one_before_it(owned: str, tmp_path: Path) -> None:

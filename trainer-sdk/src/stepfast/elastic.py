@@ -1,15 +1,31 @@
-"""torchrun's restarts inside living pods, counted alike by all nodes of a gang.
+"""torchrun's restarts inside living pods, counted alike by all nodes of a gang, each with a store of its own.
 
-torchrun counts them by node: the node whose rank died counts one, the nodes whose ranks it takes along count none
-(pytorch issue 135712). But TORCHELASTIC_RESTART_COUNT is what the ranks of a launch know each other by: it names their
-run, and the place in the store where they meet. Every node takes part in every rendezvous of a gang of fixed size, so
-the number of its launches is the same on all.
+torchrun counts them by node: the node whose rank died counts one, the nodes whose ranks it takes along count none. But
+TORCHELASTIC_RESTART_COUNT is what the ranks of a launch know each other by: it names their run. Every node takes part in
+every rendezvous of a gang of fixed size, so the number of its launches is the same on all.
+
+The store in which ranks meet is kept by torchrun over its restarts, and what the ranks wrote there under the same names
+before: one that is sooner back than another looks for the other at the address of the dead process (pytorch issue 135712;
+its remedy, a new store for each launch, has gone again since).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+
+def renew_stores() -> None:
+    """Makes torchrun's rendezvous of this process give each launch of the ranks a new store."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    meet: Any = DynamicRendezvousHandler.next_rendezvous
+
+    def renewed(handler: Any) -> Any:
+        handler._bootstrap_store_info = handler._shared_tcp_store_server = None
+        return meet(handler)
+
+    DynamicRendezvousHandler.next_rendezvous = renewed  # type: ignore[method-assign] # torch has no hook for it
 
 
 def count_launches(on_launch: Callable[[int], None]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from stepfast.elastic import count_launches
+from stepfast.elastic import count_launches, renew_stores
 from stepfast.errors import GangError
 from stepfast.rendezvous import wait_for_host
 
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torchrun's own default, without its six lines of warning.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
+    renew_stores()
     count_launches(lambda _: _watch_launch(report))
     try:
         wait_for_host(str(args.rdzv_endpoint or ""))
