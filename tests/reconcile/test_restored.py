@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,29 @@ def test_first_attempt_counts_from_the_older_step_that_was_restored_in_place_of_
     assert said == [
         "step 100 is damaged or was not asked for, all ranks restored step 50 from Persistent, 50 steps lost"
     ]
+
+
+def test_node_that_tells_of_its_restore_after_another_made_a_step_is_waited_for(make_world: MakeWorld) -> None:
+    world = make_world(trainer={"command": ["torchrun", "t.py"], "numNodes": 2})
+    world.start()
+    world.make_step(8)
+    world.stage(6)
+    world.settle()
+    world.fail()
+    world.relaunched()
+    world.join(tier="Memory")
+    ranks, restored = world.gang.ranks, world.now
+    told = dict(ranks)
+    ranks[1] = replace(ranks[1], restored_step=None, restored_time=None, restored_tier=None)
+    world.advance(2)
+    ranks[0] = replace(ranks[0], global_step=7, step_time=world.now)
+    world.settle()
+    assert world.status.recoveries[0].resumed_time == world.now
+    assert world.status.recoveries[0].restored_time is None
+    ranks[1] = replace(told[1], global_step=7, step_time=world.now)
+    world.settle()
+    assert world.status.recoveries[0].restored_time == restored
+    assert story(world).count("all ranks restored step 6 from Memory") == 1
 
 
 def test_script_that_never_restores_is_counted_from_scratch(make_world: MakeWorld) -> None:

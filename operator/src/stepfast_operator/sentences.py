@@ -40,10 +40,9 @@ def describe_plan(attempt: Attempt, status: Status) -> str:
 
 def describe_restore(before: Attempt, after: Attempt, status: Status) -> str | None:
     """What was restored, said once: when all ranks have, or when they train without."""
-    was_told = before.restored_time is not None or before.first_step_time is not None
     is_same = before.in_place_restarts == after.in_place_restarts
     is_all = after.restored_time is not None
-    if (was_told and is_same) or not (is_all or after.first_step_time is not None):
+    if (is_same and _is_restore_told(before)) or not (is_all or after.first_step_time is not None):
         return None
     if not (after.resume_step or after.start_step):
         return None
@@ -60,6 +59,13 @@ def describe_restore(before: Attempt, after: Attempt, status: Status) -> str | N
     if after.start_step > after.resume_step:
         return f"all ranks restored {what}, as the script asked for"
     return f"{planned} is damaged or was not asked for, all ranks restored {what}{lost}"
+
+
+def _is_restore_told(attempt: Attempt) -> bool:
+    if attempt.restored_time is not None:
+        return True
+    is_other = not attempt.in_place_restarts and attempt.start_step != attempt.resume_step
+    return is_other and attempt.first_step_time is not None  # else it is said once the last node has told of it
 
 
 def describe_recovery(recovery: Recovery) -> str:

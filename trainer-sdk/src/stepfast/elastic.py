@@ -1,12 +1,12 @@
 """torchrun's restarts inside living pods, counted alike by all nodes of a gang, each with a store of its own.
 
-torchrun counts them by node: the node whose rank died counts one, the nodes whose ranks it takes along count none. But
-TORCHELASTIC_RESTART_COUNT is what the ranks of a launch know each other by: it names their run. Every node takes part in
-every rendezvous of a gang of fixed size, so the number of its launches is the same on all.
+torchrun counts them by node: the node whose rank died counts one, the nodes whose ranks it takes along count none.
+But TORCHELASTIC_RESTART_COUNT is what the ranks of a launch know each other by: it names their run. Every node takes
+part in every rendezvous of a gang of fixed size, so the number of its launches is the same on all.
 
-The store in which ranks meet is kept by torchrun over its restarts, and what the ranks wrote there under the same names
-before: one that is sooner back than another looks for the other at the address of the dead process (pytorch issue 135712;
-its remedy, a new store for each launch, has gone again since).
+torchrun keeps the store in which ranks meet over its restarts, with what they wrote there before: a rank that is sooner
+back than another looks for that one at the address of its dead process (pytorch issue 135712, whose remedy, a new
+store for each launch, has gone again since).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def renew_stores() -> None:
         handler._bootstrap_store_info = handler._shared_tcp_store_server = None
         return meet(handler)
 
-    DynamicRendezvousHandler.next_rendezvous = renewed  # type: ignore[method-assign] # torch has no hook for it
+    DynamicRendezvousHandler.next_rendezvous = renewed  # type: ignore[method-assign, assignment] # torch has no hook for it
 
 
 def count_launches(on_launch: Callable[[int], None]) -> None:
