@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -180,3 +181,33 @@ def test_suspended_and_resumed(job: Callable[..., Job], undisturbed: Mapping[int
     assert (status["restarts"], status["stepsLost"], status["attempt"]) == (0, 0, 2)
     assert training.digests() == undisturbed
     assert overlapping_gangs(training.cluster.audit(), training.document()["metadata"]["uid"]) == []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A moment of a recovery at which the operator is killed: when the job's status is so."""
+
+    name: str
+    is_here: Callable[[dict[str, Any]], object]
+
+
+PHASES = [
+    Phase(name="failure", is_here=lambda status: status["attempt"] == 1),
+    Phase(name="ended", is_here=lambda status: "endedTime" in status["current"] or status["attempt"] == 2),
+    Phase(name="planned", is_here=lambda status: status["attempt"] == 2),
+    Phase(name="pods", is_here=lambda status: "launchedTime" in status["recoveries"][-1]),
+    Phase(name="restored", is_here=lambda status: "restoredTime" in status["recoveries"][-1]),
+]
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+def test_operator_killed(
+    job: Callable[..., Job], undisturbed: Mapping[int, str], release: Release, phase: Phase
+) -> None:
+    training = job()
+    training.wait_for_commit(COMMITTED)
+    operator = release.operator_pod()
+    training.signal_rank("KILL")
+    training.wait(f"the recovery is at: {phase.name}", phase.is_here)
+    release.kill_container(operator)
+    check_ledger(check_end(training, undisturbed), "RankFailed", counted=True)

@@ -33,24 +33,20 @@ def run_in(job: Job, code: str) -> str:
     return job.cluster.kubectl("exec", "-n", job.namespace, pod, "-c", "node", "--", "python3", "-c", program)
 
 
-def hello(job: Job, **claims: Any) -> dict[str, Any]:
-    """What the agent answers through the pod's own socket to a rank that claims so."""
-    status = job.document()
-    values = {
-        "job": f"{job.namespace}/{job.name}", "run": f"{status['metadata']['uid']}-1", "rank": 7, "local_rank": 0,
-        "world_size": 8, "local_world_size": 1, "node": 7, "memory_bytes": 0, "max_to_keep": 5, "resume_step": 0,
-        **claims,
-    }  # fmt: skip
+def answer_to(asked: Job, message: str, /, **values: Any) -> dict[str, Any]:
+    """What the agent answers through the pod's own socket to that message of the protocol."""
     answer = run_in(
-        job,
+        asked,
         f"""
         import json, os
+        from stepfast import protocol
         from stepfast.client import Connection, connect
-        from stepfast.protocol import Hello, VERSION
-        claims = json.loads({json.dumps(json.dumps(values))})
-        claims.setdefault("storage_uri", os.environ["STEPFAST_STORAGE_URI"])
+        values = json.loads({json.dumps(json.dumps(values))})
+        if {message!r} == "Hello":
+            values = {{"storage_uri": os.environ["STEPFAST_STORAGE_URI"], **values}}
+            values |= {{"version": protocol.VERSION, "pid": os.getpid()}}
         connection = Connection(connect(os.environ["STEPFAST_SOCKET"], 10.0))
-        connection.send(Hello(version=VERSION, pid=os.getpid(), **claims))
+        connection.send(protocol.{message}(**values))
         message, _ = connection.receive()
         print(json.dumps({{"type": type(message).__name__, "reason": getattr(message, "reason", "")}}))
     """,
@@ -58,9 +54,22 @@ def hello(job: Job, **claims: Any) -> dict[str, Any]:
     return dict(json.loads(answer))
 
 
+def hello(asking: Job, /, **claims: Any) -> dict[str, Any]:
+    """What the agent answers to a rank that claims so."""
+    values = {
+        "job": f"{asking.namespace}/{asking.name}", "run": f"{asking.document()['metadata']['uid']}-1",
+        "rank": 7, "local_rank": 0, "world_size": 8, "local_world_size": 1, "node": 7,
+        "memory_bytes": 0, "max_to_keep": 5, "resume_step": 0,
+        **claims,
+    }  # fmt: skip
+    return answer_to(asking, "Hello", **values)
+
+
 @pytest.mark.parametrize(
     ("claims", "words"),
     [
+        pytest.param({"job": "team/tenant-two"}, "works for the job team/tenant-one", id="another job"),
+        pytest.param({"job": "other/tenant-one"}, "works for the job team/tenant-one", id="another namespace"),
         pytest.param({"run": "00000000-1"}, "not of 00000000-1", id="another run"),
         pytest.param({"storage_uri": "file:///"}, "neither the root of this cluster", id="the agent's files"),
         pytest.param({"storage_uri": "az://other/x"}, "neither the root of this cluster", id="another storage"),
@@ -105,22 +114,12 @@ def test_a_pod_has_no_token(jobs: tuple[Job, Job]) -> None:
     assert run_in(jobs[0], "import os; print(os.path.exists('/var/run/secrets'))").strip() == "False"
 
 
-def test_supervision_is_not_spoken_through_a_pods_socket(jobs: tuple[Job, Job]) -> None:
-    said = run_in(
-        jobs[0],
-        """
-        import os
-        from stepfast.client import Connection, connect
-        from stepfast.protocol import Watch
-        connection = Connection(connect(os.environ["STEPFAST_SOCKET"], 10.0))
-        connection.send(Watch())
-        try:
-            print(type(connection.receive()[0]).__name__)
-        except Exception as error:
-            print(type(error).__name__)
-    """,
-    )
-    assert said.strip() != "Status"
+@pytest.mark.parametrize("message", ["Watch", "RequestSave", "FlushRun"])
+def test_supervision_is_not_spoken_through_a_pods_socket(jobs: tuple[Job, Job], message: str) -> None:
+    job = jobs[0]
+    run = {"job": f"{job.namespace}/{job.name}", "run": f"{job.document()['metadata']['uid']}-1"}
+    answer = answer_to(job, message, **({} if message == "Watch" else run))
+    assert answer == {"type": "Failure", "reason": f"{message} is not for pods to say"}
 
 
 @pytest.mark.parametrize("account", ["stepfast-operator", "stepfast-sidecar"])

@@ -99,3 +99,20 @@ def test_a_restart_on_the_same_node_restores_from_memory(team: Team) -> None:
         assert recovery["stepsLost"] <= SAVE_EVERY
     finally:
         job.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=120s")
+
+
+def test_a_rank_that_dies_is_restarted_inside_its_pod(team: Team) -> None:
+    policy = {"restartStrategy": "InPlace", "maxInPlaceRestarts": 2}
+    job = team.submit("in-place", failurePolicy=policy)
+    try:
+        job.wait_for_commit(4 * SAVE_EVERY)
+        uids = {pod["metadata"]["uid"] for pod in job.pods(1)}
+        job.signal_rank("KILL")
+        status = job.wait_for_end()
+        assert (status["attempt"], status["restarts"]) == (1, 0)
+        assert {pod["metadata"]["uid"] for pod in job.pods(1)} == uids, "the same pods"
+        (recovery,) = status["recoveries"]
+        assert recovery["inPlaceRestart"] == 1
+        assert recovery["resumedFromStep"] >= 4 * SAVE_EVERY
+    finally:
+        job.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=120s")
