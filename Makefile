@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 
-.PHONY: venv demo test test-cluster programs images check lint bench chaos constraints crds protos reference clean
+.PHONY: venv demo test test-cluster programs images check lint bench bench-cluster chaos constraints crds protos reference clean
 
 venv: $(READY)
 
@@ -53,6 +53,10 @@ lint: venv
 # Stall, persist and restore against plain copies of the same bytes, in one run.
 bench: venv
 	$(BIN)/python benchmarks/stall.py
+
+# What a recovery on a real Kubernetes is made of; written to docs/recovery.md.
+bench-cluster: venv programs images
+	$(BIN)/python -m pytest tests/cluster/bench_recovery.py --timeout 3000
 
 # 200 seeded kills at random moments and at every effect of a commit; the report is printed and written to docs/chaos.md.
 chaos: venv

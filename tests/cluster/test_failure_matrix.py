@@ -191,12 +191,16 @@ class Phase:
     is_here: Callable[[dict[str, Any]], object]
 
 
+def newest_recovery(status: dict[str, Any]) -> dict[str, Any]:
+    return dict((status.get("recoveries") or [{}])[-1])
+
+
 PHASES = [
     Phase(name="failure", is_here=lambda status: status["attempt"] == 1),
     Phase(name="ended", is_here=lambda status: "endedTime" in status["current"] or status["attempt"] == 2),
     Phase(name="planned", is_here=lambda status: status["attempt"] == 2),
-    Phase(name="pods", is_here=lambda status: "launchedTime" in status["recoveries"][-1]),
-    Phase(name="restored", is_here=lambda status: "restoredTime" in status["recoveries"][-1]),
+    Phase(name="pods", is_here=lambda status: "launchedTime" in newest_recovery(status)),
+    Phase(name="restored", is_here=lambda status: "restoredTime" in newest_recovery(status)),
 ]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from testjobs.job import SAVE_EVERY, Job, Team
+from testjobs.job import SAVE_EVERY, STEPS, Job, Team
 from testjobs.release import Release
 
 from stepfast.storage import open_store
@@ -19,17 +21,15 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib" / "job.yaml"
 
 
 @pytest.fixture
-def applied(team: Team) -> Iterator[Callable[[dict[str, Any]], Job]]:
-    """Applies a TrainingJob, and removes it afterwards."""
+def ended(team: Team) -> Iterator[Callable[[Job], Job]]:
+    """Takes a job, to tell its story and remove it afterwards."""
     jobs: list[Job] = []
 
-    def apply(manifest: dict[str, Any]) -> Job:
-        manifest["metadata"]["namespace"] = team.namespace
-        team.cluster.apply(manifest)
-        jobs.append(Job(cluster=team.cluster, namespace=team.namespace, name=manifest["metadata"]["name"]))
-        return jobs[-1]
+    def take(job: Job) -> Job:
+        jobs.append(job)
+        return job
 
-    yield apply
+    yield take
     for job in jobs:
         print("\n".join(job.story()))
         team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=120s")
@@ -42,19 +42,22 @@ def example(team: Team) -> dict[str, Any]:
     manifest["spec"]["trainer"] |= {"image": team.image, "env": parts["env"]}
     container = {"name": "node", "imagePullPolicy": "Never", "volumeMounts": parts["volumeMounts"]}
     manifest["spec"]["template"]["spec"] |= {"containers": [container], "volumes": parts["volumes"]}
+    manifest["metadata"]["namespace"] = team.namespace
     return manifest
 
 
 def test_the_example_trains_on_two_nodes_and_can_be_watched(
     team: Team,
     release: Release,
-    applied: Callable[[dict[str, Any]], Job],
+    ended: Callable[[Job], Job],
     monkeypatch: pytest.MonkeyPatch,
     cluster_azurite: Any,
 ) -> None:
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", cluster_azurite.connection_string())
     cluster = team.cluster
-    job = applied(example(team))
+    manifest = example(team)
+    cluster.apply(manifest)
+    job = ended(Job(cluster=cluster, namespace=team.namespace, name=manifest["metadata"]["name"]))
     watch = subprocess.Popen(
         [cluster.binaries.path("kubectl"), "--kubeconfig", cluster.kubeconfig, "get", "tj", "-n", team.namespace, "-w"],
         stdout=subprocess.PIPE, text=True,
@@ -78,41 +81,102 @@ def test_the_example_trains_on_two_nodes_and_can_be_watched(
     assert [line.partition(":")[0] for line in job.story()] == ["PodsCreated", "PodsReady", "Completed"]
     described = cluster.kubectl("describe", "trainingjob", job.name, "-n", team.namespace)
     assert "attempt 1 starts from scratch: 2 pods" in described
-    store = open_store(release.storage_uri)
+    assert stored(release.storage_uri, job) >= {
+        "global_step250",
+        "global_step275",
+        "global_step300",
+        "checkpointHistories.csv",
+    }
+
+
+def test_a_restart_on_the_same_node_restores_from_memory(team: Team, ended: Callable[[Job], Job]) -> None:
+    job = ended(team.submit("same-node", nodes=1, processes=2))
+    job.wait_for_commit(4 * SAVE_EVERY)
+    node = job.node_of(0)
+    job.signal_rank("KILL", index=0)
+    status = job.wait_for_end()
+    assert job.node_of(0, attempt=2) == node
+    (recovery,) = status["recoveries"]
+    assert recovery["restoredTier"] == "Memory"
+    assert recovery["stepsLost"] <= SAVE_EVERY
+
+
+def test_a_rank_that_dies_is_restarted_inside_its_pod(
+    team: Team, undisturbed: Mapping[int, str], ended: Callable[[Job], Job]
+) -> None:
+    job = ended(team.submit("in-place", failurePolicy={"restartStrategy": "InPlace", "maxInPlaceRestarts": 2}))
+    job.wait_for_commit(4 * SAVE_EVERY)
+    uids = {pod["metadata"]["uid"] for pod in job.pods(1)}
+    job.signal_rank("KILL")
+    status = job.wait_for_end()
+    assert (status["attempt"], status["restarts"]) == (1, 0)
+    assert {pod["metadata"]["uid"] for pod in job.pods(1)} == uids, "the same pods"
+    (recovery,) = status["recoveries"]
+    assert recovery["inPlaceRestart"] == 1
+    assert recovery["resumedFromStep"] >= 4 * SAVE_EVERY
+    assert job.digests() == undisturbed
+
+
+def test_a_job_with_a_storage_of_its_own_names_a_secret(  # noqa: PLR0917 - pytest calls it by keyword
+    team: Team,
+    release: Release,
+    undisturbed: Mapping[int, str],
+    ended: Callable[[Job], Job],
+    monkeypatch: pytest.MonkeyPatch,
+    cluster_azurite: Any,
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", cluster_azurite.connection_string())
+    container = cluster_azurite.new_container()
+    team.cluster.kubectl(
+        "create", "secret", "generic", "own-storage", "-n", team.namespace,
+        f"--from-literal=AZURE_STORAGE_CONNECTION_STRING={cluster_azurite.connection_string()}",
+    )  # fmt: skip
+    own = {"storageUri": f"az://{container}/mine", "secretRef": {"name": "own-storage"}}
+    job = ended(team.submit("own-storage", checkpoint=own))
+    job.wait_for_commit(4 * SAVE_EVERY)
+    job.delete_pod()
+    status = job.wait_for_end()
+    (recovery,) = status["recoveries"]
+    assert recovery["resumedFromStep"] >= 4 * SAVE_EVERY
+    assert status["checkpoint"]["latestPersistedStep"] == STEPS
+    assert job.digests() == undisturbed
+    assert f"global_step{STEPS}" in stored(own["storageUri"], job)
+    assert stored(release.storage_uri, job) == set()
+
+
+def test_a_job_is_steered_from_the_command_line(
+    team: Team, undisturbed: Mapping[int, str], ended: Callable[[Job], Job], cluster_azurite: Any
+) -> None:
+    job = ended(team.submit("steered"))
+    settings = {
+        "KUBECONFIG": str(team.cluster.kubeconfig),
+        "AZURE_STORAGE_CONNECTION_STRING": cluster_azurite.connection_string(),
+    }
+
+    def stepfast(*words: str) -> str:
+        line = [sys.executable, "-m", "stepfast.cli", *words, "-n", team.namespace, job.name]
+        done = subprocess.run(line, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    job.wait_for_commit(4 * SAVE_EVERY)
+    stepfast("suspend")
+    suspended = job.wait("it is suspended", lambda status: status["state"] == "Suspended")
+    assert "Suspended" in stepfast("status")
+    saved = suspended["checkpoint"]["latestPersistedStep"]
+    stepfast("resume", "--step", str(2 * SAVE_EVERY))
+    status = job.wait_for_end()
+    assert (status["attempt"], status["checkpoint"]["latestPersistedStep"]) == (2, STEPS)
+    assert status["stepsLost"] == saved - 2 * SAVE_EVERY
+    assert job.digests() == undisturbed
+    assert "Complete" in stepfast("status")
+    assert str(STEPS) in stepfast("checkpoints", "list")
+
+
+def stored(uri: str, job: Job) -> set[str]:
+    """The names in the job's folder of that storage."""
+    store = open_store(uri)
     try:
-        names = {entry.name for entry in store.list(f"{team.namespace}/{job.name}")}
+        return {entry.name for entry in store.list(f"{job.namespace}/{job.name}")}
     finally:
         store.close()
-    assert names >= {"global_step250", "global_step275", "global_step300", "checkpointHistories.csv"}
-
-
-def test_a_restart_on_the_same_node_restores_from_memory(team: Team) -> None:
-    job = team.submit("same-node", nodes=1, processes=2)
-    try:
-        job.wait_for_commit(4 * SAVE_EVERY)
-        node = job.node_of(0)
-        job.signal_rank("KILL", index=0)
-        status = job.wait_for_end()
-        assert job.node_of(0, attempt=2) == node
-        (recovery,) = status["recoveries"]
-        assert recovery["restoredTier"] == "Memory"
-        assert recovery["stepsLost"] <= SAVE_EVERY
-    finally:
-        job.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=120s")
-
-
-def test_a_rank_that_dies_is_restarted_inside_its_pod(team: Team) -> None:
-    policy = {"restartStrategy": "InPlace", "maxInPlaceRestarts": 2}
-    job = team.submit("in-place", failurePolicy=policy)
-    try:
-        job.wait_for_commit(4 * SAVE_EVERY)
-        uids = {pod["metadata"]["uid"] for pod in job.pods(1)}
-        job.signal_rank("KILL")
-        status = job.wait_for_end()
-        assert (status["attempt"], status["restarts"]) == (1, 0)
-        assert {pod["metadata"]["uid"] for pod in job.pods(1)} == uids, "the same pods"
-        (recovery,) = status["recoveries"]
-        assert recovery["inPlaceRestart"] == 1
-        assert recovery["resumedFromStep"] >= 4 * SAVE_EVERY
-    finally:
-        job.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=120s")

@@ -39,11 +39,13 @@ def parse_settings(arguments: Sequence[str], env: Mapping[str, str] | None = Non
         help="where jobs are saved that name no storageUri: below it <namespace>/<job>/",
     )  # fmt: skip
     parser.add_argument(
-        "--metrics-port", type=int, default=_port(given, "METRICS_PORT"), help="serve Prometheus metrics (/metrics)"
-    )
+        "--metrics-port", type=int, default=given.get(f"{_PREFIX}METRICS_PORT") or None,
+        help="serve Prometheus metrics (/metrics)",
+    )  # fmt: skip
     parser.add_argument(
-        "--health-port", type=int, default=_port(given, "HEALTH_PORT"), help="serve the health probe (/healthz)"
-    )
+        "--health-port", type=int, default=given.get(f"{_PREFIX}HEALTH_PORT") or None,
+        help="serve the health probe (/healthz)",
+    )  # fmt: skip
     parsed = parser.parse_args(arguments)
     return Settings(
         namespaces=tuple(dict.fromkeys(parsed.watch_namespace)),
@@ -53,8 +55,3 @@ def parse_settings(arguments: Sequence[str], env: Mapping[str, str] | None = Non
         identity=given.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}",
         namespace=given.get("POD_NAMESPACE") or "default",
     )
-
-
-def _port(env: Mapping[str, str], name: str) -> int | None:
-    text = env.get(f"{_PREFIX}{name}")
-    return int(text) if text else None
