@@ -79,7 +79,8 @@ class Operator:
         stopping = self._start("stop", self._stopping.wait())
         try:
             done, _ = await asyncio.wait({*parts, kopf_task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            done |= {starting} if starting.done() else set()
+            if starting.done() and starting.exception() is not None:
+                done.add(starting)
         finally:
             starting.cancel()
             await self.jobs.close()
