@@ -63,6 +63,39 @@ def test_steps_that_another_node_never_completes_hold_up_neither_later_attempts_
     assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [7]
 
 
+def test_step_that_lacks_another_nodes_part_keeps_neither_the_agent_nor_memory(
+    new_agent: Callable[..., Any], ranks: Any
+) -> None:
+    agent = new_agent("--idle-timeout", "0.3")
+    lonely = agent.join(rank=0, world_size=2, node=0, job="default/gone")
+    lonely.save(1)
+    ranks.eventually(lambda: agent.job(job="default/gone").pending_steps, "its part is written")
+    lonely.die()
+    ranks.eventually(lambda: not agent.persisters(), "the job that is gone leaves")
+    assert agent.slot_files() == []
+    rank = agent.join(rank=0, world_size=2, node=0)
+    rank.save(1)
+    ranks.eventually(lambda: agent.job().pending_steps, "its part is written")
+    assert agent.terminate(60) == 0  # half of what a flush may take
+
+
+def test_memory_of_a_job_that_is_gone_and_whose_storage_fails_goes_to_the_living(
+    new_agent: Callable[..., Any], ranks: Any, tmp_path: Path
+) -> None:
+    agent = new_agent("--idle-timeout", "0.3", memory_limit=50 << 20)
+    blocked = tmp_path / "blocked"
+    blocked.write_text("in the place of the storage")
+    gone = agent.join(job="default/gone", storage_uri=blocked.as_uri())
+    gone.save(1, data_bytes=40 << 20)
+    ranks.eventually(lambda: agent.job(job="default/gone").persist_error, "its storage fails")
+    gone.die()
+    rank = agent.join()
+    rank.save(1, data_bytes=40 << 20)
+    rank.wait_committed(1)
+    assert [path.parts[-3] for path in agent.slot_files()] == ["train"]
+    assert "default/gone: given up unpersisted" in agent.log
+
+
 @pytest.mark.parametrize("grows", [False, True], ids=["one-slot", "state-that-grows"])
 def test_save_that_finds_no_slot_has_what_is_in_its_way_persisted(new_agent: Callable[..., Any], grows: bool) -> None:
     # Neither is due: without the waiting save they would stay in memory alone.

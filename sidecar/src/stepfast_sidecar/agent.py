@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _COALESCE_SECONDS = 0.2
 _LET_GO_POLL_SECONDS = 10.0
+_OTHERS_SECONDS = 10.0  # how long, at the end, other nodes' parts of a step are waited for
 _STARTING, _SERVING = "its earlier steps and sockets", "its end"
 
 
@@ -117,7 +118,7 @@ class Agent:
         if self._node_writer is not None:
             await self._node_writer.say_goodbye()
         await self.reception.close()
-        is_idle = all(room.is_idle for room in self.rooms.values())
+        is_idle = all(room.waits_for_others for room in self.rooms.values())
         for room in self.rooms.values():
             await room.close()
         if self._publishing is not None:
@@ -164,11 +165,14 @@ class Agent:
             await asyncio.sleep(min(_LET_GO_POLL_SECONDS, self.config.idle_seconds / 2))
             now = time.monotonic()
             quiet = {
-                job: quiet.get(job, now) for job, room in self.rooms.items() if room.is_idle and not room.is_living
+                job: quiet.get(job, now)
+                for job, room in self.rooms.items()
+                if room.waits_for_others and not room.is_living
             }
             for job in [job for job, since in quiet.items() if now - since >= self.config.idle_seconds]:
                 log.info("%s has left this node", job)
-                await self._dismiss(job).close()
+                # Not waited for: before it is closed, another of them may have come back to life.
+                self._spawn(self._dismiss(job).close(), f"close {job}")
 
     def _dismiss(self, job: JobKey) -> Room:
         """Frees what is held of the job; the room that is left is to be closed."""
@@ -183,8 +187,17 @@ class Agent:
             for run in room.runs.values():
                 room.flush(run)
         await asyncio.sleep(0.02)  # ranks that died a moment ago are still to be noticed
+        done_time: float | None = None
         while not all(room.is_idle for room in self.rooms.values()):
-            if time.monotonic() - begin > self.config.flush_timeout_seconds:
+            now = time.monotonic()
+            if not all(room.waits_for_others for room in self.rooms.values()):
+                done_time = None
+            elif done_time is None:
+                done_time = now
+            if done_time is not None and now - done_time > _OTHERS_SECONDS:
+                log.info("steps that lack other nodes' parts are left to those to commit")
+                break
+            if now - begin > self.config.flush_timeout_seconds:
                 log.error("not all was persisted within %s s", self.config.flush_timeout_seconds)
                 break
             await asyncio.sleep(0.02)
@@ -286,6 +299,14 @@ class Agent:
             wanted_bytes -= candidate.slots.release_idle(wanted_bytes)
         for other in others:
             wanted_bytes -= other.slots.release_excess(wanted_bytes, self.share_bytes)
+        for other in others:
+            # The storage of a job that is gone may never answer again (its credentials went with it): the living are
+            # not to wait for ever.
+            if wanted_bytes > 0 and not other.is_living and time.time() - other.left_time >= self.config.idle_seconds:
+                wanted_bytes -= other.slots.size_bytes
+                if not other.waits_for_others:
+                    log.error("%s: given up unpersisted: its ranks left long ago, and memory is needed", other.job)
+                self._spawn(self._dismiss(other.job).close(), f"close {other.job}")
 
     def _room(self, job: JobKey, storage_uri: str, credentials: Mapping[str, str]) -> Room:
         room = self.rooms.get(job)

@@ -64,6 +64,7 @@ class Room:
             arguments, on_lost=self._persister_lost, environment=persister_environment(os.environ, credentials)
         )
         self.freed = asyncio.Condition()
+        self._opened_time = time.time()
         self._history = History(job, self.persister, self._retry_seconds)
 
     def use_credentials(self, credentials: Mapping[str, str]) -> None:
@@ -275,10 +276,12 @@ class Room:
                 if self.persister.is_closed:
                     return
                 failures += 1
+                run.awaited.discard(step)
                 self._commit_failed(run, step, error)
                 await asyncio.sleep(self._retry_seconds(failures))
                 continue
             run.commit_failures.pop(step, None)
+            run.awaited.add(step)
             is_late = waited > self._config.commit_patience_seconds
             # Another run's manifest may be one that rank 0, on another node, is about to mark superseded.
             if answer["committed"] and (run.leads or is_late or answer["run"] == run.flow.run):
@@ -286,6 +289,7 @@ class Room:
                 return
             if not answer["committed"] and is_late and self._is_overtaken(run, step):
                 log.error("%s: step %s is given up: another node never wrote its part of it", self.job, step)
+                run.awaited.discard(step)
                 self.carry_out(run, run.flow.give_up(step))
                 return
             await asyncio.sleep(pause)
@@ -301,6 +305,7 @@ class Room:
 
     def _committed(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
         run.flow.committed(step)
+        run.awaited.discard(step)
         run.count_commit(step, answer["time"], answer["size"])
         self._metrics.committed()
         self._push(run, Committed(step=step, committed_time=answer["time"]))
@@ -459,6 +464,20 @@ class Room:
     def is_idle(self) -> bool:
         """Whether nothing is left to persist, to commit or to note."""
         return self._history.is_idle and not any(run.flow.pending_steps() for run in self.runs.values())
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether nothing is left to be done here: the steps not committed lack another node's part.
+
+        Nobody has to stay for those: who writes a step's last part commits it.
+        """
+        return self._history.is_idle and all(run.waits_for_others for run in self.runs.values())
+
+    @property
+    def left_time(self) -> float:
+        """When its last rank here ended (Unix seconds), if none lives; adopted from an earlier agent: when that was."""
+        ends = [session.ended_time or 0.0 for run in self.runs.values() for session in run.sessions.values()]
+        return max(ends, default=self._opened_time)
 
     @property
     def lag_seconds(self) -> float:

@@ -89,6 +89,8 @@ class Run:
     persisted_bytes: int | None = None
     persist_failure: str | None = None
     commit_failures: dict[int, str] = field(default_factory=dict)  # by step
+    awaited: set[int] = field(default_factory=set)
+    """Steps whose part is written here, while the storage lacks another node's."""
     streamed: dict[tuple[int, int, str], dict[str, Any]] = field(default_factory=dict)
     """By step, rank and name: the entry of a file that was stored window by window, for the node's part."""
     failures: int = 0
@@ -106,6 +108,11 @@ class Run:
         if self.persist_failure is None and self.commit_failures:
             return self.commit_failures[max(self.commit_failures)]
         return self.persist_failure
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether all that is pending here has its part written, and lacks another node's."""
+        return all(step in self.awaited for step in self.flow.pending_steps())
 
     @property
     def is_over(self) -> bool:
