@@ -278,6 +278,13 @@ def test_each_resume_from_a_step_is_a_request_of_its_own(space: Space, stepfast:
         pytest.param({"suspend": True, "checkpoint": {"storageUri": "nosuch://r"}}, COMMITTED,
             ["resume", "--step", "30"], "whether step 30 is committed cannot be read from here", id="step-unreadable"),
         pytest.param({"suspend": True}, None, ["resume", "--step", "30"], "there is no step 30", id="no-commit"),
+        pytest.param({"suspend": True, "checkpoint": {"storageUri": "memory://r", "secretRef": {"name": "s"}}},
+            COMMITTED, ["resume", "--step", "30"],
+            "keeps its checkpoints in a storage of its own (checkpoint.secretRef), which the operator cannot read",
+            id="step-of-own-storage"),
+        pytest.param({"checkpoint": {"storageUri": "memory://r", "secretRef": {"name": "s"}}},
+            {**COMMITTED, "state": "Running"}, ["resume", "--step", "30", "--no-check"], "goes on from the newest step",
+            id="step-of-own-storage-running"),
     ],
 )  # fmt: skip
 def test_what_a_job_is_in_no_state_for_is_refused(  # noqa: PLR0917 - pytest calls it by keyword

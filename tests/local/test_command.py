@@ -27,7 +27,7 @@ from stepfast_operator.record import (
     TrainerStatus,
 )
 from stepfast_operator.spec import API_VERSION, KIND, Interval, ResumePolicy, TrainingJob
-from testcrds.manifests import FULL, manifest
+from testcrds.manifests import FULL, OWN_STORAGE, manifest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -123,7 +123,8 @@ CLUSTER_ONLY = (
 
 def test_manifest_with_every_field_of_the_cluster_runs_here_and_says_what_is_ignored(run: Run) -> None:
     trainer = {**FULL["trainer"], "workingDir": "dir", "args": ["Train_GPT.py"], "numNodes": 2}
-    Path("full.yaml").write_text(yaml.safe_dump(manifest({**FULL, "trainer": trainer})))
+    spec = {**FULL, "trainer": trainer, "checkpoint": OWN_STORAGE["checkpoint"]}
+    Path("full.yaml").write_text(yaml.safe_dump(manifest(spec)))
     looked_up = [variable["name"] for variable in trainer["env"] if "valueFrom" in variable]
     refused = run("-f", "full.yaml")
     assert (refused.exit_code, run.job) == (2, None)
@@ -136,6 +137,22 @@ def test_manifest_with_every_field_of_the_cluster_runs_here_and_says_what_is_ign
     assert sorted(notices) == sorted(
         f"stepfast: {path} has no meaning on one machine and is ignored" for path in CLUSTER_ONLY
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [(["--resume-from-step", "4"], ResumePolicy.STEP), (["--resume-policy", "Never"], ResumePolicy.NEVER)],
+)
+def test_secret_of_the_cluster_does_not_keep_this_machine_from_going_back(
+    run: Run, options: list[str], policy: ResumePolicy
+) -> None:
+    trainer = {"args": ["Train_GPT.py"], "workingDir": "dir"}
+    Path("own.yaml").write_text(yaml.safe_dump(manifest({**OWN_STORAGE, "trainer": trainer})))
+    result = run("-f", "own.yaml", *options)
+    assert result.exit_code == 0, result.output
+    assert run.job is not None
+    assert run.job.spec.checkpoint.resume_policy is policy
+    assert result.output.count("spec.checkpoint.secretRef has no meaning on one machine and is ignored") == 1
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*/job.yaml")), ids=lambda path: path.parent.name)

@@ -126,6 +126,18 @@ def test_defaults_are_those_of_the_api() -> None:
         pytest.param({"checkpoint": {"resumePolicy": "latest"}}, "spec.checkpoint.resumePolicy", "Latest", id="enum"),
         pytest.param({"checkpoint": {"resumeFromStep": 3}}, "spec.checkpoint.resumeFromStep", "Step", id="step-alone"),
         pytest.param({"checkpoint": {"resumePolicy": "Step"}}, "spec.checkpoint.resumeFromStep", "Step", id="no-step"),
+        pytest.param(
+            {"checkpoint": {"secretRef": {"name": "s"}, "resumePolicy": "Never"}},
+            "spec.checkpoint.resumePolicy",
+            "must be Latest",
+            id="secret-never",
+        ),
+        pytest.param(
+            {"checkpoint": {"secretRef": {"name": "s"}, "resumePolicy": "Step", "resumeFromStep": 5}},
+            "spec.checkpoint.resumePolicy",
+            "which the operator cannot read",
+            id="secret-step",
+        ),
         pytest.param({"checkpoint": {"interval": "5m"}}, "spec.checkpoint.interval", "10s", id="interval-text"),
         pytest.param(
             {"checkpoint": {"interval": {"steps": 1, "seconds": 1}}},

@@ -252,7 +252,9 @@ def _environment(template: Sequence[JSON], spec: TrainingSpec, variables: Mappin
 
 
 def _volume(spec: TrainingSpec, job: JobKey, run: str) -> JSON:
-    """The agent's socket for this pod alone. The kubelet hands the secret to the agent, and to nobody else."""
+    """The agent's socket for this pod alone. The kubelet hands the secret to the agent of the pod's node; the trainer's
+    container has it in its environment (`_container`), the operator not at all.
+    """
     driver: dict[str, JSON] = {"driver": _DRIVER, "volumeAttributes": {"job": job.name, "run": run}}
     if spec.checkpoint.secret_ref is not None:
         driver["nodePublishSecretRef"] = {"name": spec.checkpoint.secret_ref.name}

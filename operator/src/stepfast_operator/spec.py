@@ -245,6 +245,12 @@ class TrainingSpec:
                 "goes with resumePolicy: Step, and resumePolicy: Step with it; on the command line "
                 "--resume-from-step says both",
             )
+        if checkpoint.secret_ref is not None and checkpoint.resume_policy is not ResumePolicy.LATEST:
+            raise SpecError(
+                "spec.checkpoint.resumePolicy",
+                "with secretRef attempts start from the newest committed step in that storage, which the operator "
+                "cannot read: must be Latest",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,6 @@ FULL: dict[str, Any] = {
     "progressPolicy": {"progressDeadlineSeconds": 600, "action": "Notify"},
     "checkpoint": {
         "storageUri": "abfss://c@account.dfs.core.windows.net/a",
-        "secretRef": {"name": "storage"},
         "resumePolicy": "Step",
         "resumeFromStep": 500,
         "interval": {"steps": 50},
@@ -76,6 +75,12 @@ FULL: dict[str, Any] = {
         "gracefulSuspendSeconds": 60,
     },
 }  # fmt: skip
+
+# What FULL must not say beside its resumePolicy: only the gang can read this storage.
+OWN_STORAGE: dict[str, Any] = {
+    **LEAST,
+    "checkpoint": {"storageUri": "abfss://c@account.dfs.core.windows.net/a", "secretRef": {"name": "storage"}},
+}
 
 
 def manifest(spec: Any, name: str = "job") -> dict[str, Any]:

@@ -34,6 +34,7 @@ ACCEPTED: dict[str, Any] = {
         "trainer": {**LEAST["trainer"], "numProcPerNode": 2}, "checkpoint": {"memory": {"sizeLimit": "16785408"}}},
     "equal request and limit": {
         "trainer": {**LEAST["trainer"], "resourcesPerNode": {"limits": {"cpu": 1}, "requests": {"cpu": "1000m"}}}},
+    "storage of its own": checkpoint(secretRef={"name": "a"}, resumePolicy="Latest"),
     "exit codes but these": {**LEAST, "failurePolicy": {"rules": [
         {"name": "r", "action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [0, 1]}}]}},
     "condition without a status": {**LEAST, "failurePolicy": {"rules": [
@@ -82,6 +83,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "Duplicate value"),
     "step without a policy": (checkpoint(resumeFromStep=5), "resumeFromStep goes with resumePolicy Step"),
     "policy without a step": (checkpoint(resumePolicy="Step"), "and resumePolicy Step with it"),
+    "step of a storage of its own": (checkpoint(secretRef={"name": "a"}, resumePolicy="Step", resumeFromStep=5),
+        "which the operator cannot read: resumePolicy must be Latest"),
+    "nothing of a storage of its own": (checkpoint(secretRef={"name": "a"}, resumePolicy="Never"),
+        "with secretRef attempts start from the newest committed step"),
     "two intervals": (checkpoint(interval={"steps": 1, "seconds": 1}),
         "spec.checkpoint.interval: Too many: 2: must have at most 1"),
     "interval of no unit": (checkpoint(interval={"minutes": 1}), "spec.checkpoint.interval.steps: Required value"),
@@ -150,6 +155,12 @@ CHANGES: dict[str, tuple[Any, dict[str, Any] | None, Any, str | None]] = {
         f"spec.checkpoint.storageUri and secretRef {WAIT}"),
     "credentials while running": (LEAST, RUNNING, checkpoint(secretRef={"name": "a"}),
         f"spec.checkpoint.storageUri and secretRef {WAIT}"),
+    "storage of its own while suspended": (STOPPED, SUSPENDED, {**checkpoint(secretRef={"name": "a"}), "suspend": True},
+        None),
+    "step of a storage of its own while suspended": (
+        {**checkpoint(secretRef={"name": "a"}), "suspend": True}, SUSPENDED,
+        {**checkpoint(secretRef={"name": "a"}, resumePolicy="Step", resumeFromStep=5), "suspend": True},
+        "which the operator cannot read"),
     "storage while suspended": (STOPPED, SUSPENDED, {**checkpoint(storageUri="memory://b"), "suspend": True}, None),
     "manager": (LEAST, None, {**LEAST, "managedBy": "a/b"}, "is immutable: create the job anew"),
     "manager left out": ({**LEAST, "managedBy": "a/b"}, None, LEAST, "is immutable: create the job anew"),

@@ -38,6 +38,12 @@ def resume_patch(document: JSON, request: StepRequest | None = None) -> JSON | N
     if request is None:
         return {"spec": {"suspend": False}} if _is_suspended(document) else None
     job, state = job_key_of(document), read_status(document).state
+    if ((document.get("spec") or {}).get("checkpoint") or {}).get("secretRef"):
+        raise JobRefused(
+            f"{job} keeps its checkpoints in a storage of its own (checkpoint.secretRef), which the operator cannot "
+            "read: it cannot go back to a step there, and goes on from the newest step (`stepfast resume "
+            f"-n {job.namespace} {job.name}`)"
+        )
     if not _is_suspended(document):
         raise JobRefused(
             f"{job} is not suspended ({state}), and goes back to a step only from there: `stepfast suspend "

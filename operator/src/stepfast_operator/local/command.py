@@ -113,6 +113,8 @@ def _job_of(
     document, others = _read_manifest(file) if file is not None else (_manifest_for(script), [])
     if name is not None:
         document["metadata"]["name"] = name
+    if "checkpoint.resumePolicy" in options:
+        others = [*others, *_take_secret(document["spec"])]
     for path, value in options.items():
         _set(document["spec"], path.split("."), value)
     variables = [_variable(text) for text in env or ()]
@@ -180,6 +182,16 @@ def _set(document: dict[str, Any], path: list[str], value: object) -> None:
     for key in path[:-1]:
         document = document.setdefault(key, {})
     document[path[-1]] = value
+
+
+def _take_secret(spec: dict[str, Any]) -> list[str]:
+    """In a cluster a job with a Secret can start only from the latest step. Here whoever calls reads the storage, and
+    may say where to start. Returns what was taken out.
+    """
+    checkpoint = spec.get("checkpoint")
+    if not isinstance(checkpoint, dict) or checkpoint.pop("secretRef", None) is None:
+        return []
+    return ["spec.checkpoint.secretRef"]
 
 
 def _variable(text: str) -> dict[str, str]:
