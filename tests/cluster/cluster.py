@@ -1,10 +1,13 @@
 """A cluster by hand: `python tests/cluster/cluster.py up`, and what it prints. Needs root.
 
 build                 build the programs (done by `up`, too)
+build-images          build the images of this checkout: operator, sidecar, trainer
 up [--nodes N] [--image ARCHIVE …]
 list                  the clusters of this machine
 env NUMBER            `eval` this: KUBECONFIG, and kubectl and helm on the PATH
 load NUMBER ARCHIVE … images onto every node
+images NUMBER         the images of this checkout onto every node; `eval` what it prints: their names
+namespace NUMBER NAME makes a namespace for jobs
 kill NUMBER NODE      loses a node; `start NUMBER NODE` boots it again
 down [NUMBER …]       without a number: all
 """
