@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testjobs.job import Team
-from testjobs.release import NAMESPACE, Release, install
 
 from testcluster.binaries import Binaries
 from testcluster.claim import Claim
@@ -19,6 +17,8 @@ from testcluster.controlplane import KubernetesClient
 from testcluster.fixtures import api_server, loudly
 from testcluster.images import ProjectImages, pause, project_images
 from testcluster.jobnamespace import job_namespace
+from testjobs.job import Team
+from testjobs.release import NAMESPACE, Release, install
 from testoperator.crds import install_crds
 
 __all__ = ["api_server"]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
+from testcluster.waiting import wait_until
 from testjobs.gangs import made_pods, overlapping_gangs
 from testjobs.job import SAVE_EVERY, STEPS, Job, Team
 from testjobs.release import Release
-
-from testcluster.waiting import wait_until
 
 COMMITTED = 4 * SAVE_EVERY  # before anything happens
 

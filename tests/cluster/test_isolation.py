@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from testjobs.job import SAVE_EVERY, Job, Team
-from testjobs.release import NAMESPACE, Release
 
 from testcluster.cluster import Cluster
 from testcluster.waiting import CommandFailed
+from testjobs.job import SAVE_EVERY, Job, Team
+from testjobs.release import NAMESPACE, Release
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+
+from testcluster.waiting import wait_until
 from testjobs.gangs import made_pods
 from testjobs.job import SAVE_EVERY, STEPS, Job, Team
 from testjobs.release import Release
-
-from testcluster.waiting import wait_until
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
-from testjobs.job import SAVE_EVERY, STEPS, Job, Team
-from testjobs.release import Release
 
 from stepfast.storage import open_store
 from testcluster.jobnamespace import torch_pod_parts
+from testjobs.job import SAVE_EVERY, STEPS, Job, Team
+from testjobs.release import Release
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib" / "job.yaml"
 
