@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import typing
 from collections.abc import Iterator
@@ -10,12 +11,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
+from stepfast_operator import metrics as operator_metrics
 from stepfast_operator.document import camel, decode
+from stepfast_operator.events import EventReason
 from stepfast_operator.spec import FailurePolicy, Interval, TrainingSpec, parse_manifest
+from stepfast_sidecar import metrics as agent_metrics
+from stepfast_sidecar.tenants import CREDENTIAL_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
+INSTALL = (ROOT / "docs" / "install.md").read_text()
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *ROOT.glob("docs/**/*.md")]
 
 
@@ -42,6 +49,37 @@ def test_manifests_in_the_guide_are_understood() -> None:
 
     assert [parse_manifest(manifest, default_namespace="local").job.name for manifest in manifests] == ["gpt"]
     assert [len(decode(FailurePolicy, policy, "failurePolicy").rules) for policy in policies] == [3]
+
+
+def names_in(document: str, title: str) -> list[str]:
+    """What the table below the row of that first title names, row by row; without labels."""
+    lines = document.splitlines()
+    begin = next(index for index, line in enumerate(lines) if line.startswith(f"| {title} |")) + 2
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[begin:])
+    return [name for row in rows for name in re.findall(r"`(\w+)[^`]*`", row.split("|")[1])]
+
+
+def names_of(registry: CollectorRegistry) -> list[str]:
+    """The metrics, as they are scraped."""
+    return [f"{one.name}_total" if one.type == "counter" else one.name for one in registry.collect()]
+
+
+def test_install_has_a_row_for_every_event() -> None:
+    assert sorted(names_in(INSTALL, "Event")) == sorted(EventReason)
+
+
+def test_install_has_a_row_for_every_metric_of_the_operator() -> None:
+    metrics = operator_metrics.Metrics()
+    metrics.watch(list, dict, lambda: 0.0)
+    assert sorted(names_in(INSTALL, "operator's metric")) == sorted(names_of(metrics.registry))
+
+
+def test_install_has_a_row_for_every_metric_of_the_agent() -> None:
+    assert sorted(names_in(INSTALL, "agent's metric")) == sorted(names_of(agent_metrics.Metrics().registry))
+
+
+def test_install_names_what_the_agent_takes_of_a_secret() -> None:
+    assert set(re.findall(r"`((?:AZURE_STORAGE|AWS)_\w+)`", INSTALL)) == set(CREDENTIAL_NAMES)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

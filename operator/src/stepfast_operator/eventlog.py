@@ -51,7 +51,7 @@ class EventLog:
         self._said = {said: when for said, when in self._said.items() if now - when < _SAID_SECONDS}
         if key not in self._said:
             self._said[key] = now
-            self._put(job, "Warning", "ReconcileFailed", f"{type(error).__name__}: {message}")
+            self._put(job, events.WARNING, events.EventReason.RECONCILE_FAILED, f"{type(error).__name__}: {message}")
 
     async def run(self) -> None:
         """Posts what is queued until cancelled."""

@@ -37,6 +37,7 @@ class EventReason(StrEnum):
     RESUMED = "Resumed"
     COMPLETED = "Completed"
     FAILED = "Failed"
+    RECONCILE_FAILED = "ReconcileFailed"  # of no pass: it ended in an error
 
 
 _BUDGETS = {
