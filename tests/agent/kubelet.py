@@ -25,20 +25,24 @@ _SECONDS = 30.0
 
 @dataclass(kw_only=True)
 class Pod:
-    """A pod with the volume `stepfast`; what a test changes in it is what its author, or its kubelet, got wrong."""
+    """A pod with one volume of ours; what a test changes in it is what its author, or its kubelet, got wrong.
+
+    Two of one uid, with volumes of other names, are one pod with two volumes.
+    """
 
     namespace: str = "team-a"
     name: str = "train-0-0"
     uid: str = field(default_factory=lambda: str(uuid.uuid4()))
     job: str = "train"
     run: str = "uid1-0"
+    volume: str = "stepfast"
     secrets: Mapping[str, str] = field(default_factory=dict)
     context: Mapping[str, str | None] = field(default_factory=dict)  # None: it is not said
     capability: Any = None
 
     @property
     def volume_id(self) -> str:
-        return f"csi-{hashlib.sha256(self.uid.encode()).hexdigest()}"
+        return f"csi-{hashlib.sha256((self.uid + self.volume).encode()).hexdigest()}"
 
 
 class Kubelet:
@@ -54,7 +58,7 @@ class Kubelet:
         return self.folder / "plugins_registry" / f"{DRIVER}-reg.sock"
 
     def target(self, pod: Pod) -> Path:
-        return self.folder / "pods" / pod.uid / "volumes" / "kubernetes.io~csi" / "stepfast" / "mount"
+        return self.folder / "pods" / pod.uid / "volumes" / "kubernetes.io~csi" / pod.volume / "mount"
 
     def socket(self, pod: Pod) -> str:
         """As the pod sees it; far longer than a unix address."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -10,6 +11,8 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +282,87 @@ def test_volume_published_for_another_run_is_not_changed(
     pod.run = "uid1-1"
     refused(lambda: kubelet.publish(pod), grpc.StatusCode.ALREADY_EXISTS, "team-a/train-0-0")
     assert agent.join(socket=kubelet.socket(pod), job=JOB, run="uid1-0")
+
+
+def _notes(agent: Any) -> list[str]:
+    return sorted(note.name for note in (agent.memory_dir / ".volumes").glob("*.json"))
+
+
+def test_pod_has_one_volume_however_many_its_manifest_names(
+    node_agent: Callable[..., Any], kubelet: Any, new_pod: Any
+) -> None:
+    agent, pod = node_agent(), new_pod()
+    path = kubelet.publish(pod)
+    more = [replace(pod, volume=f"more-{number}", job=f"other-{number}") for number in range(3)]
+    for second in more:
+        words = (f"pod team-a/{pod.name}", pod.volume_id, "one")
+        refused(lambda second=second: kubelet.publish(second), grpc.StatusCode.INVALID_ARGUMENT, *words)
+        assert not kubelet.target(second).exists()
+    assert _notes(agent) == [f"{pod.volume_id}.json"]
+    assert kubelet.publish(pod) == path
+    rank = agent.join(socket=path, job=JOB)
+    rank.save(1)
+    rank.wait_committed(1)
+    beside = new_pod(name="train-0-1")
+    kubelet.publish(beside)  # another pod of the same job and run
+    kubelet.unpublish(more[0])  # as the kubelet does with what it could not mount
+    refused(lambda: kubelet.publish(more[1]), grpc.StatusCode.INVALID_ARGUMENT)
+    kubelet.unpublish(pod)
+    assert agent.join(socket=kubelet.publish(more[1]), job="team-a/other-1")
+
+
+def test_volumes_of_one_pod_that_are_asked_for_at_once_are_one(
+    node_agent: Callable[..., Any], kubelet: Any, new_pod: Any
+) -> None:
+    agent, pod = node_agent(), new_pod()
+    volumes = [replace(pod, volume=f"volume-{number}") for number in range(8)]
+    with ThreadPoolExecutor(len(volumes)) as threads:
+        asked = [threads.submit(kubelet.publish, volume) for volume in volumes]
+    codes = [error.code() for call in asked if isinstance(error := call.exception(), grpc.RpcError)]
+    assert codes == [grpc.StatusCode.INVALID_ARGUMENT] * (len(volumes) - 1)
+    assert len(_notes(agent)) == 1
+
+
+@pytest.mark.parametrize("is_back", [True, False], ids=["republished", "not yet republished"])
+def test_restarted_agent_knows_that_a_pod_has_its_volume(
+    node_agent: Callable[..., Any], kubelet: Any, new_pod: Any, is_back: bool
+) -> None:
+    agent, pod = node_agent(), new_pod()
+    path = Path(kubelet.publish(pod))
+    agent.kill()
+    if not is_back:
+        path.unlink()
+        path.parent.rmdir()
+        path.parent.touch()  # no folder takes a socket there
+    agent.start()
+    second = replace(pod, volume="more")
+    refused(lambda: kubelet.publish(second), grpc.StatusCode.INVALID_ARGUMENT, pod.volume_id)
+    if not is_back:
+        path.parent.unlink()
+    assert agent.join(socket=kubelet.publish(pod), job=JOB)
+    kubelet.unpublish(pod)
+    assert agent.join(socket=kubelet.publish(second), job=JOB)
+
+
+def test_restarted_agent_serves_one_of_the_volumes_that_one_before_it_gave_a_pod(
+    node_agent: Callable[..., Any], kubelet: Any, new_pod: Any
+) -> None:
+    agent, pod = node_agent(), new_pod()
+    kubelet.publish(pod)
+    second = replace(pod, volume="more")
+    kubelet.target(second).mkdir(parents=True)
+    agent.kill()
+    folder = agent.memory_dir / ".volumes"
+    note = json.loads((folder / f"{pod.volume_id}.json").read_text())
+    note |= {"id": second.volume_id, "target_path": str(kubelet.target(second))}
+    (folder / f"{second.volume_id}.json").write_text(json.dumps(note))
+    agent.start()
+    (kept,) = [volume for volume in (pod, second) if f"{volume.volume_id}.json" in _notes(agent)]
+    assert agent.join(socket=kubelet.socket(kept), job=JOB)
+    assert f"pod team-a/{pod.name}" in agent.log
+    for volume in (pod, second):
+        kubelet.unpublish(volume)
+        assert not kubelet.target(volume).exists()
 
 
 def test_agent_is_ready_once_the_kubelet_has_registered_it(

@@ -162,6 +162,8 @@ class CsiServers:
             )
         try:
             await self._publisher.publish(volume)
+        except VolumeRefused as error:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except OSError as error:
             await _abort(context, grpc.StatusCode.INTERNAL, f"{volume.owner}: its volume is not published: {error}")
         return csi.NodePublishVolumeResponse()

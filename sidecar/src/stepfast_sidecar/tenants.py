@@ -8,7 +8,7 @@ job of its own namespace a pod works for is the namespace's business: whoever ma
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from stepfast.errors import SpecError, StepfastError
@@ -111,6 +111,21 @@ def check_target(id: str, target_path: str, pods_folder: str, *, owner: str, pod
     )
     if not fits:
         raise VolumeRefused(f"{owner}: {target_path!r} is no CSI volume of it in {pods_folder}")
+
+
+def check_alone(volume: Volume, known: Iterable[Volume]) -> None:
+    """Raises VolumeRefused when the volume's pod has another one on this node.
+
+    A pod's manifest is its author's, and may name any number of volumes and of jobs in its own namespace. Each would
+    take a job's share of the node's memory, a persister and a place in the node's status, and lift the limit on a
+    pod's connections once more.
+    """
+    for other in known:
+        if other.pod_uid == volume.pod_uid and other.id != volume.id:
+            raise VolumeRefused(
+                f"{volume.owner}: it has the volume {other.id} for {other.job} already, and a pod has one: "
+                "name csi.stepfast.dev once in its `volumes`"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from typing import Protocol
 from stepfast.errors import SpecError
 from stepfast.step import JobKey
 from stepfast_sidecar.intake import listen
-from stepfast_sidecar.tenants import Volume
+from stepfast_sidecar.tenants import Volume, VolumeRefused, check_alone
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ class Volumes:
         """`folder` is for the notes; `serve` takes a listening socket over."""
         self._folder, self._serve = folder, serve
         self._doors: dict[str, Door] = {}
+        self._noted: dict[str, Volume] = {}  # served, or meant to be: what takes its pod's one place
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._retries: set[asyncio.Task[None]] = set()
 
     def known(self, volume_id: str) -> Volume | None:
-        """The volume as it was published."""
-        door = self._doors.get(volume_id)
-        return door.volume if door is not None else None
+        """The volume as it was published, or is going to be."""
+        return self._noted.get(volume_id)
 
     async def republish(self) -> None:
         """Gives every volume of an earlier agent its socket back. One that fails is tried again in the background."""
@@ -65,6 +65,9 @@ class Volumes:
                 continue
             try:
                 await self.publish(volume)
+            except VolumeRefused as error:  # an agent before this one gave it
+                log.error("%s", error)
+                await asyncio.to_thread(_forget, self._folder, volume.id)
             except OSError as error:
                 log.error("%s: its socket is not back yet: %s", volume.owner, error)
                 retry = asyncio.create_task(self._insist(volume), name=f"republish {volume.owner}")
@@ -74,14 +77,21 @@ class Volumes:
     async def _insist(self, volume: Volume) -> None:
         while volume.id not in self._doors:
             await asyncio.sleep(_RETRY_SECONDS)
-            if not await asyncio.to_thread(_note_path(self._folder, volume.id).exists):
-                return
+            if volume.id not in self._noted:
+                return  # the pod went meanwhile
             with contextlib.suppress(OSError):
                 await self.publish(volume)
 
     async def publish(self, volume: Volume) -> None:
-        """Puts a socket into the volume's folder; harmless when it is there. Raises OSError."""
+        """Puts a socket into the volume's folder; harmless when it is there.
+
+        Raises VolumeRefused when the pod has another volume, OSError.
+        """
         async with self._lock(volume.id):
+            check_alone(volume, self._noted.values())
+            # Before anything is awaited, or two volumes of a pod that are asked for at once both find the place free.
+            # It stays taken when what follows fails, as the note does: the kubelet asks again, or has it removed.
+            self._noted[volume.id] = volume
             await asyncio.to_thread(_write_note, self._folder, volume)
             door = self._doors.get(volume.id)
             if door is not None and await asyncio.to_thread(_has_socket, volume.target_path):
@@ -104,6 +114,7 @@ class Volumes:
             door = self._doors.pop(volume_id, None)
             if door is not None:
                 await door.close()
+            self._noted.pop(volume_id, None)
             await asyncio.to_thread(_remove, target_path)
         if door is not None and door.volume is not None:
             log.info("%s has left", door.volume.owner)
