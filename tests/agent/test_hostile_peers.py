@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import random
 import socket
@@ -17,7 +18,7 @@ import pytest
 
 from stepfast import catalog
 from stepfast.errors import AgentError, AgentUnavailable, ProtocolError, StepfastError
-from stepfast.protocol import Decoder, Failure, Fetch, Reserve, Staged, encode
+from stepfast.protocol import Decoder, Failure, Fetch, Reserve, Reserved, Staged, encode
 from stepfast.slot import CONTROL_BYTES, SlotState
 from stepfast_sidecar import agent as agent_module
 from stepfast_sidecar import reception
@@ -326,6 +327,125 @@ def test_tenant_that_grows_its_slot_is_refused(tenant: Callable[..., Any]) -> No
     os.close(descriptor)
     rank.client.send(Staged(slot=reserved.slot, seq=reserved.seq, stall_seconds=0.0))
     rank.wait_lost()
+
+
+_MORE_BYTES = 64 << 20
+
+
+def _lengthen(descriptor: int) -> None:
+    os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size + _MORE_BYTES)
+
+
+def _allocate_beyond_the_end(descriptor: int) -> None:
+    """Pages that the file's size tells nothing of."""
+    keep_size, size = 1, os.fstat(descriptor).st_size
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    assert libc.fallocate(descriptor, keep_size, size, _MORE_BYTES) == 0, os.strerror(ctypes.get_errno())
+    assert os.fstat(descriptor).st_size == size
+
+
+def _is_cut_back(descriptor: int, reserved: Any) -> bool:
+    found, size = os.fstat(descriptor), CONTROL_BYTES + reserved.capacity_bytes
+    return found.st_size == size and found.st_blocks * 512 < size + _MORE_BYTES // 2
+
+
+GROW = pytest.mark.parametrize("grow", [_lengthen, _allocate_beyond_the_end])
+
+
+@GROW
+def test_tenant_that_grows_its_slot_and_says_nothing_is_sent_away_and_the_slot_is_cut_back(
+    tenant: Callable[..., Any], shared_agent: Any, ranks: Any, grow: Callable[[int], None]
+) -> None:
+    rank = tenant(job="default/silent")
+    reserved, descriptor = rank.reserve(1, 100_000)
+    grow(descriptor)
+    assert not _is_cut_back(descriptor, reserved)
+    rank.wait_lost()
+    ranks.eventually(lambda: _is_cut_back(descriptor, reserved), "the memory is back")
+    os.close(descriptor)
+    back = shared_agent.join(job=rank.hello.job, run=rank.hello.run)
+    back.save(2)
+    back.wait_committed(2)
+
+
+def test_tenant_that_grows_its_slot_and_says_nothing_is_told_why(tenant: Callable[..., Any], shared_agent: Any) -> None:
+    hello = shared_agent.hello(job="default/silent", run=f"hostile-{next(_runs)}")
+    reserve = Reserve(id=1, step=1, name="state", size_bytes=100_000, window_begin=0, drop=())
+    decoder, messages = Decoder(1 << 24), []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(20)
+        sock.connect(shared_agent.socket)
+        sock.sendall(encode(hello) + encode(reserve))
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, 8)
+            messages += list(decoder.feed(data))
+            for descriptor in descriptors:
+                _lengthen(descriptor)
+                os.close(descriptor)
+            if not data:
+                break
+    (slot,) = [message.slot for message in messages if isinstance(message, Reserved)]
+    assert messages[-1] == Failure(id=0, kind="ProtocolError", reason=f"slot {slot} was made larger than it is")
+
+
+@GROW
+@pytest.mark.parametrize("end", ["before", "after"])
+def test_slot_that_a_process_grows_without_a_connection_is_cut_back(
+    tenant: Callable[..., Any], shared_agent: Any, ranks: Any, grow: Callable[[int], None], end: str
+) -> None:
+    rank = tenant(job="default/quiet")
+    reserved, descriptor = rank.reserve(1, 100_000)
+    if end == "after":
+        grow(descriptor)
+    rank.close()
+    ranks.eventually(lambda: not shared_agent.job(rank.hello.run, rank.hello.job).ranks[0].alive, "the rank has left")
+    if end == "before":
+        grow(descriptor)
+    ranks.eventually(lambda: _is_cut_back(descriptor, reserved), "the memory is back")
+    os.close(descriptor)
+
+
+@GROW
+def test_agent_that_ends_cuts_back_what_its_ranks_have_grown(
+    new_agent: Callable[..., Any], grow: Callable[[int], None]
+) -> None:
+    agent = new_agent()
+    reserved, descriptor = agent.join().reserve(1, 100_000)
+    grow(descriptor)
+    agent.terminate()
+    assert _is_cut_back(descriptor, reserved)
+    os.close(descriptor)
+
+
+@GROW
+def test_slot_that_grows_while_there_is_no_agent_is_what_it_was_to_the_next(
+    new_agent: Callable[..., Any], ranks: Any, grow: Callable[[int], None]
+) -> None:
+    agent = new_agent()
+    rank = agent.join()
+    rank.save(1)
+    rank.wait_committed(1)
+    reserved, descriptor = rank.reserve(2, 100_000)
+    used = agent.status().memory_used_bytes
+    agent.kill()
+    grow(descriptor)
+    agent.start()
+    assert agent.status().memory_used_bytes == used
+    ranks.eventually(lambda: _is_cut_back(descriptor, reserved), "the memory is back")
+    os.close(descriptor)
+    assert agent.job().latest_memory_step == 1
+
+
+def test_honest_rank_is_never_taken_for_one_that_grows_its_slots(agent: Any) -> None:
+    sizes = (1, 4096, 100_001, 9_000_000, (32 << 20) - 7)
+    for step, size in enumerate(sizes, 1):
+        rank = agent.join(run=f"uid1-{step}")
+        for again in range(3):
+            rank.save(step * 10 + again, data_bytes=size)
+            rank.wait_committed(step * 10 + again)
+        rank.close()
+    assert "larger" not in agent.log
 
 
 @pytest.mark.parametrize("size", [0, CONTROL_BYTES, CONTROL_BYTES + 50_000_000], ids=["empty", "page", "half"])

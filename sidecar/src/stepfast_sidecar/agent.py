@@ -22,6 +22,7 @@ from stepfast.step import JobKey, attempt_of
 from stepfast_sidecar.checkpointnode import Action, CheckpointNodeWriter, NodeRequest
 from stepfast_sidecar.cluster import checkpoint_node_writer, serve_kubelet
 from stepfast_sidecar.config import Config
+from stepfast_sidecar.growth import watch_growth
 from stepfast_sidecar.health import Health, serve_http
 from stepfast_sidecar.intake import Peer, listen
 from stepfast_sidecar.memory import VOLUMES, MemoryTier
@@ -76,6 +77,7 @@ class Agent:
                 ends.callback(self.config.socket.unlink, missing_ok=True)
             self._spawn(self._flush_orphans(), "flush orphans")
             self._spawn(self._let_jobs_go(), "let jobs go")
+            self._spawn(watch_growth(self.rooms), "watch growth")
             self._spawn(self.health.beat(), "beat")
             if self.config.checkpoint_node:
                 self._node_writer = checkpoint_node_writer(self.config.node, self)

@@ -50,6 +50,11 @@ class JobSlots:
                     return self.file(holding)
         return None
 
+    def grown(self) -> dict[int, list[SlotFile]]:
+        """By rank, the slots that are larger than they were handed out."""
+        found = {rank: slots.grown() for rank, slots in self._ranks.items()}
+        return {rank: files for rank, files in found.items() if files}
+
     @property
     def size_bytes(self) -> int:
         """What they take of the memory tier."""

@@ -6,11 +6,12 @@ slot, so that a tenant who truncates one kills nobody else.
 
     <memory folder>/<namespace>/<job>/job.json
     <memory folder>/.volumes/<volume>.json
-    <memory folder>/<namespace>/<job>/<rank>/slot-<index>-<generation>
+    <memory folder>/<namespace>/<job>/<rank>/slot-<index>-<generation>-<data bytes>
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -31,7 +32,8 @@ MAX_SLOTS = 3  # one is persisted, one is the newest whole step, one is written
 VOLUMES = ".volumes"  # no namespace has a name like that: the notes of published volumes
 _LOCK = "agent.lock"
 _LOCK_SECONDS = 5.0  # how long the agent before has to go
-_SLOT = re.compile(r"slot-([0-9]+)-([0-9]+)")
+_SLOT = re.compile(r"slot-([0-9]+)-([0-9]+)-([0-9]+)")
+_SLACK_BYTES = 1 << 20  # of a file's blocks: some file systems count what they note of it, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +75,22 @@ class SlotFile:
         return CONTROL_BYTES + self.capacity_bytes
 
     def has_grown(self) -> bool:
-        """Whether its rank made the file larger than it was handed out: memory that nobody granted."""
-        return self.path.stat().st_size > self.size_bytes
+        """Whether its rank made the file larger than it was handed out: memory that nobody granted.
+
+        Also beyond the end of the file, where its size tells nothing of it (FALLOC_FL_KEEP_SIZE).
+        """
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return False  # freed meanwhile
+        unit = max(found.st_blksize, _SLACK_BYTES)  # a tmpfs of huge pages gives whole ones
+        most = (self.size_bytes // unit + 2) * unit
+        return found.st_size > self.size_bytes or found.st_blocks * 512 > most
+
+    def cut_back(self) -> None:
+        """Frees what it has beyond its size; one that was cut short stays so. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(self.path, min(self.path.stat().st_size, self.size_bytes))
 
     def read_control(self) -> ControlPage:
         """What the slot says of itself; an unreadable or cut slot is an empty one."""
@@ -148,7 +164,7 @@ class MemoryTier:
         folder = self._folder(job) / f"{rank:05d}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         slot = SlotFile(
-            path=folder / f"slot-{index}-{generation}",
+            path=folder / f"slot-{index}-{generation}-{capacity_bytes}",
             index=index,
             generation=generation,
             capacity_bytes=capacity_bytes,
@@ -207,8 +223,11 @@ class MemoryTier:
                 path=path,
                 index=int(match.group(1)),
                 generation=int(match.group(2)),
-                capacity_bytes=size - CONTROL_BYTES,
+                # Its rank may have cut it meanwhile, or made it larger: what it was made with is in its name.
+                capacity_bytes=min(size - CONTROL_BYTES, int(match.group(3))),
             )
+            if slot.has_grown():
+                slot.cut_back()
             self._taken += slot.size_bytes
             slots.setdefault(int(path.parent.name), []).append(slot)
         return slots

@@ -38,6 +38,7 @@ from stepfast.protocol import (
 from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
 from stepfast.step import Tier
 from stepfast_sidecar.flow import Held, Holding
+from stepfast_sidecar.growth import cut_back, grown
 from stepfast_sidecar.intake import Peer
 from stepfast_sidecar.memory import MAX_SLOTS, SlotPlan, plan_slots
 from stepfast_sidecar.persisterprocess import PersisterLost, RequestFailed
@@ -109,6 +110,7 @@ class _RankServer:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._run.sessions.get(self._rank) is self._session:
                 self._room.rank_ended(self._run, self._session)
+            await cut_back(self._slots.grown())  # an agent that ends looks no more
 
     def _handle(self, message: Message) -> None:  # noqa: C901, PLR0912  # a table: one case a message
         room, run, session = self._room, self._run, self._session
@@ -304,7 +306,7 @@ class _RankServer:
         file = self._slots.file(message.slot)
         page = file.read_control()
         if file.has_grown():
-            raise ProtocolError(f"slot {message.slot} was made larger than it is")
+            raise grown(file)
         if page.state in (SlotState.PERSISTED, SlotState.DROPPED):
             return None  # dealt with by an earlier agent
         record = page.record

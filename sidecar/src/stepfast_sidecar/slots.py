@@ -70,6 +70,10 @@ class RankSlots:
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self._files.values())
 
+    def grown(self) -> list[SlotFile]:
+        """Those that are larger than they were handed out."""
+        return [file for file in self._files.values() if file.has_grown()]
+
     def release(self, index: int) -> None:
         """Frees one slot for somebody who needs the memory more."""
         self._memory.remove(self._files.pop(index))
