@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from stepfast.kube import Kube
+from stepfast.nodestatus import JobStatus, SaveStatus
 from stepfast.step import JobKey
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.backends import kubernetes
@@ -22,7 +23,7 @@ from stepfast_operator.backends.kubernetes import KubernetesBackend, NameTaken
 from stepfast_operator.backends.requests import Ask, Request, Requests
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.document import JSON
-from stepfast_operator.observed import WorkerPhase
+from stepfast_operator.observed import AgentState, WorkerPhase
 from stepfast_operator.record import Cause
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testoperator.kubelet import READY, SILENT
@@ -285,5 +286,47 @@ def test_agent_is_awaited_until_it_has_taken_the_request_in(operator_api: Kubern
 
         await until("it is taken in", is_taken_in)
         assert operation.view.pods_of(job.uid)[0].run == f"{job.uid}-1"
+
+    play(operator_api, scenario)
+
+
+def held(job: ClusterJob, run: str) -> JobStatus:
+    """What an agent reports that holds a step of the run."""
+    return JobStatus(job=job.job, run=run, world_size=1, ranks=(), saves=SaveStatus(), latest_memory_step=5)
+
+
+@pytest.mark.parametrize(
+    ("tail", "is_awaited"), [("-1", False), ("-2", True), ("-2.1", True)], ids=["earlier run", "run", "in place"]
+)
+def test_node_without_an_agent_is_waited_for_when_it_holds_the_current_run_alone(
+    operator_api: KubernetesClient, tail: str, is_awaited: bool
+) -> None:
+    """A dead agent cannot take its report back: what it says of an earlier run would be waited for for ever."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job()
+        backend, status, run = operation.backend(job), planned(job, 2), f"{job.uid}-2"
+        await backend.launch(launch_of(job, 2))
+        await world.kubelets.started("job-2-0")
+        await world.make_agent(0)
+        await world.report(0, held(job, run))
+        await world.kubelets.make_node(1)
+        await world.report(1, held(job, job.uid + tail))
+        here, there = world.kubelets.node(0), world.kubelets.node(1)
+        await until(
+            "both nodes' reports are read",
+            lambda: (
+                len(operation.view.reports_of(job.job)) == 2
+                and operation.view.is_ready(there)
+                and operation.view.has_ready_agent(here)
+            ),
+        )
+        expected = AgentState.STARTING if is_awaited else AgentState.READY
+        assert (await backend.observe(status)).agent is expected
+        await backend.flush(run)
+        assert await asked_of(world, 0) == [("job", run, "Flush")]
+        assert await asked_of(world, 1) == ([("job", run, "Flush")] if is_awaited else [])
+        awaited = (await backend.observe(status)).awaited_agents
+        assert awaited == ((here, there) if is_awaited else (here,))
 
     play(operator_api, scenario)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,6 +112,41 @@ def test_progress_alone_is_written_every_two_seconds_and_the_last_of_it_is_not_l
         seconds = asyncio.get_running_loop().time() - begin
         written = status_writes(operator_api, world) - before
         assert 1 <= written <= seconds / 2 + 2, f"{written} writes in {seconds:.1f} s"
+
+    play(operator_api, scenario)
+
+
+def test_node_of_an_earlier_attempt_whose_agent_is_gone_fails_no_job_that_has_saved_all(
+    operator_api: KubernetesClient,
+) -> None:
+    """The second node stays Ready, and what its agent said last of the first attempt stays as it is."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        policy = {"backoff": {"baseSeconds": 0}, "flushTimeoutSeconds": 3}
+        job = await world.make_job(failurePolicy=policy)
+        await world.kubelets.started("job-1-0")
+        await world.make_agent(0)
+        await world.kubelets.make_node(1)
+        await world.report(1, report(job, 5))
+        await world.report(0, report(job, 5))
+        await world.kubelets.end("job-1-0", 7)
+        await world.kubelets.started("job-2-0")
+
+        async def is_seen() -> bool:
+            await world.report(0, report(job, 9, attempt=2))
+            return (await world.status(job)).checkpoint.latest_memory_step == 9
+
+        await until("the second attempt's save is seen", is_seen)
+        saved = replace(report(job, 9, attempt=2), latest_persisted_step=9)
+        await world.kubelets.end("job-2-0", 0)
+
+        async def is_over() -> bool:
+            await world.report(0, saved)  # and it has done all that it was asked
+            return (await world.status(job)).is_terminal
+
+        await until("the job is over", is_over)
+        status = await world.status(job)
+        assert (status.state, status.attempt) == (State.COMPLETE, 2), status.conditions
 
     play(operator_api, scenario)
 

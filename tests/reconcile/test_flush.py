@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast_operator.local.session import exit_code_of
 from stepfast_operator.observed import AgentState, DeadRank, Observed
 from stepfast_operator.policies import flush
@@ -146,6 +149,76 @@ def test_success_is_not_trusted_while_no_agent_can_say_what_is_left(make_world: 
         world.agent = AgentState.STARTING
         world.turn()
     assert world.status.condition(ConditionType.FAILED).reason == FailedReason.CHECKPOINT_UNAVAILABLE
+
+
+def last_words(
+    world: Any, *, memory: int, persisted: int | None, ranks: int = 2, clean: bool = True, alive: bool = False
+) -> JobStatus:
+    """What a node's agent reported of the first run before it fell silent."""
+    known = [
+        RankStatus(rank=rank, pid=1, alive=alive, clean=clean, joined_time=world.now, ended_time=world.now)
+        for rank in range(ranks)
+    ]
+    return JobStatus(
+        job=world.job, run="uid-1", world_size=2, ranks=known, saves=SaveStatus(), latest_memory_step=memory,
+        latest_persisted_step=persisted,
+    )  # fmt: skip
+
+
+def fall_silent(world: Any, report: JobStatus, **seen: Any) -> None:
+    """From now on no agent serves; in a cluster its last report stays for everybody to read."""
+    observe = world.observe
+    silent = {"agent": AgentState.STARTING, **seen}
+
+    async def observe_silence(status: Status) -> Observed:
+        return replace(await observe(status), reports=[report], **silent)
+
+    world.observe = observe_silence
+
+
+@pytest.mark.parametrize(
+    "silence",
+    [{}, {"agent": AgentState.READY, "awaited_agents": ("node-0",)}],
+    ids=["no agent serves", "it never answers what it is asked"],
+)
+def test_success_whose_last_step_is_committed_needs_no_word_of_an_agent_that_fell_silent(
+    make_world: MakeWorld, silence: dict[str, Any]
+) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 600})
+    world.start(staged=30)
+    world.settle()
+    world.persist("uid-1")
+    world.succeed()
+    began = world.now
+    fall_silent(world, last_words(world, memory=30, persisted=30), **silence)
+    world.settle()
+    assert world.status.state is State.COMPLETE
+    assert world.now - began < 1, "there is nothing that could be waited for"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"memory": 30, "persisted": 20},
+        {"memory": 30, "persisted": None},
+        {"memory": 30, "persisted": 30, "alive": True, "clean": False},
+        {"memory": 30, "persisted": 30, "clean": False},
+        {"memory": 30, "persisted": 30, "ranks": 1},
+    ],
+    ids=["staged, not due", "nothing committed", "may save once more", "may have been launched anew", "half the ranks"],
+)
+def test_step_that_a_silent_agent_may_hold_is_waited_for_until_the_time_is_up(
+    make_world: MakeWorld, words: dict[str, Any]
+) -> None:
+    world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
+    world.start(staged=30)
+    world.settle()
+    world.succeed()
+    began = world.now
+    fall_silent(world, last_words(world, **words))
+    world.relaunched()
+    assert world.status.condition(ConditionType.FAILED).reason == FailedReason.CHECKPOINT_UNAVAILABLE
+    assert 5 <= world.now - began < 6
 
 
 def test_success_of_a_script_that_saved_nothing_needs_no_agent(make_world: MakeWorld) -> None:

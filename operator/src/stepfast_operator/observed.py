@@ -175,3 +175,24 @@ class Observed:
         may never have written.
         """
         return not any(report.pending_bytes > 0 or report.persist_error for report in self.all_reports_of(run))
+
+    def has_all_committed(self, run: str) -> bool:
+        """Whether the reports prove that nothing of the run is in memory alone, though no agent may have told of
+        anything since: every rank had said goodbye, after which nobody saves, and what was held is committed.
+
+        Without the goodbyes a report proves nothing: ranks save on, or are launched anew in place, and an agent that is
+        gone tells of neither. Pending alone does not tell either: a step may be staged and not due.
+        """
+        newest = self.reports_of(run)
+        ended = {rank.rank for report in newest for rank in report.ranks if rank.clean and not rank.alive}
+        world_size = max((report.world_size for report in newest), default=0)
+        if not 0 < world_size <= len(ended) or self.has_pending(run):
+            return False
+        reports = self.all_reports_of(run)
+        committed: dict[str, int] = {}  # by launch: after an in-place restart the ranks may have gone back
+        for report in reports:
+            known = report.latest_persisted_step
+            if known is not None:
+                committed[report.run] = max(known, committed.get(report.run, known))
+        held = [report for report in reports if report.latest_memory_step is not None]
+        return all((report.latest_memory_step or 0) <= committed.get(report.run, -1) for report in held)

@@ -124,7 +124,6 @@ class Kubelets:
     async def _bind(self, pod: str, index: int) -> None:
         name = self.node(index)
         if name not in self._nodes:
-            self._nodes.add(name)
             await self.make_node(index)
         target = {"apiVersion": "v1", "kind": "Node", "name": name}
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
@@ -133,6 +132,7 @@ class Kubelets:
     async def make_node(self, index: int) -> None:
         """A node that is Ready."""
         name = self.node(index)
+        self._nodes.add(name)
         try:
             await self._kube.create("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
         except AlreadyExists:

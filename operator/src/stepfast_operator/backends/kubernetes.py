@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from stepfast.errors import SpecError
 from stepfast.kube import AlreadyExists, Invalid, Kube, KubeError, KubeUnavailable, PatchKind
 from stepfast.nodestatus import JobStatus
+from stepfast.step import split_run
 from stepfast.storage.base import Store
 from stepfast_operator import labels, manifests
 from stepfast_operator.actions import LaunchGang, StopMode
@@ -265,12 +266,20 @@ class KubernetesBackend:
         job = self._job
         return [status for status in report.jobs if status.job == job.job and is_run_of(status.run, job.uid)]
 
+    def _holds(self, report: NodeReport, run: str) -> bool:
+        """Whether the report tells of the run, however often it was restarted in place."""
+        return any(split_run(status.run)[0] == run for status in self._own(report))
+
     def _agents(self, current: Attempt | None, pods: Sequence[PodView], reports: Sequence[NodeReport]) -> AgentState:
-        """STARTING while a node that holds the run, and that lives, has no agent that serves."""
+        """STARTING while a node that holds the run, and that lives, has no agent that serves.
+
+        What a node says of earlier runs does not count: their time to be flushed is over, and an agent that is gone for
+        good never takes its words back.
+        """
         if current is None:
             return AgentState.READY
         nodes = {pod.node for pod in pods if pod.run == current.run and pod.node is not None}
-        nodes |= {report.node for report in reports if self._own(report)}
+        nodes |= {report.node for report in reports if self._holds(report, current.run)}
         has_all = all(self._view.has_ready_agent(node) for node in nodes if self._view.is_ready(node))
         return AgentState.READY if has_all else AgentState.STARTING
 
@@ -381,7 +390,7 @@ class KubernetesBackend:
     async def _ask(self, run: str, ask: Ask) -> None:
         """Asks the agents of all living nodes that hold something of the run, or run its pods."""
         self._lease.check()
-        nodes = {report.node for report in self._view.reports_of(self._job.job) if self._own(report)}
+        nodes = {report.node for report in self._view.reports_of(self._job.job) if self._holds(report, run)}
         nodes |= {pod.node for pod in self._view.pods_of(self._job.uid) if pod.run == run and pod.node is not None}
         living = sorted(node for node in nodes if self._view.is_ready(node))
         self._asked = await self._cluster.requests.ask(living, Request(job=self._job.job, run=run, ask=ask))

@@ -28,6 +28,8 @@ def flush(observed: Observed, attempt: Attempt, since: float) -> Decision | None
     """
     left = waiting_since(observed, since) + observed.spec.failure_policy.flush_timeout_seconds - observed.now
     is_answering = observed.agent not in _SILENT
+    if (not is_answering or observed.awaited_agents) and observed.has_all_committed(attempt.run):
+        return None  # whoever is silent holds nothing that is worth the wait
     if left <= 0 and not (is_answering and attempt.flush_asked_time is None and left > -_ASK_SECONDS):
         return None
     wait = RequeueAfter(seconds=min(max(left, 0.0), _POLL_SECONDS))
@@ -62,14 +64,18 @@ def _is_given_up(observed: Observed, attempt: Attempt) -> bool:
 def is_left(observed: Observed, attempt: Attempt) -> bool:
     """Whether something of the run may be in memory alone when the time to flush it is over."""
     if observed.agent in _SILENT or observed.awaited_agents:
-        return True
+        return not observed.has_all_committed(attempt.run)
     return observed.has_pending(attempt.run) and not _is_given_up(observed, attempt)
 
 
 def may_hold_more(observed: Observed, attempt: Attempt) -> bool:
-    """Whether memory may hold steps that the storage has not; nobody tells when no agent answers."""
+    """Whether memory may hold steps that the storage has not. When an agent does not answer, its last report tells only
+    if it is such that nothing can have changed since.
+    """
     if observed.has_pending(attempt.run):
         return True
+    if observed.has_all_committed(attempt.run):
+        return False
     is_told = observed.agent not in _SILENT and not observed.awaited_agents and attempt.flush_asked_time is not None
     return not is_told and observed.status.checkpoint.latest_memory_step is not None
 
