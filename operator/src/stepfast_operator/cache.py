@@ -136,6 +136,7 @@ class Reflector(Generic[K, V]):
                     continue
                 trimmed = self._trim(event.object)
                 if trimmed is None:
+                    self._let_go(str(event.object["metadata"]["uid"]))
                     continue
                 if event.kind == "DELETED":
                     self.drop(trimmed[0], str(event.object["metadata"]["uid"]))
@@ -149,6 +150,11 @@ class Reflector(Generic[K, V]):
         self._held[key] = (str(document["metadata"]["uid"]), value)
         if before is None or before[1] != value:
             self._on_change(before[1] if before is not None else None, value)
+
+    def _let_go(self, uid: str) -> None:
+        """It may have been one of ours until now: nobody would tell of its end in words that we take in."""
+        for key in [key for key, (held, _) in self._held.items() if held == uid]:
+            self._remove(key)
 
     def _remove(self, key: K) -> None:
         _, value = self._held.pop(key)
