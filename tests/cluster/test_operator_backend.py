@@ -17,6 +17,7 @@ import pytest
 from stepfast.kube import Kube
 from stepfast.nodestatus import JobStatus, SaveStatus
 from stepfast.step import JobKey
+from stepfast_operator import labels
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.backends import kubernetes
 from stepfast_operator.backends.kubernetes import KubernetesBackend, NameTaken
@@ -28,7 +29,7 @@ from stepfast_operator.record import Cause
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testoperator.kubelet import READY, SILENT
 from testoperator.polling import until
-from testoperator.world import API, Operation, World, connect, planned
+from testoperator.world import API, Operation, World, connect, make_namespace, planned
 
 CHANGES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
@@ -99,7 +100,7 @@ def test_launch_that_is_cut_off_anywhere_is_finished_by_the_next_operator(
                 kube.left = 1_000_000
                 again = operation.backend(await world.job(job))
                 await again.launch(launch_of(job, 2))
-                pods = [pod for pod in operation.view.pods_of(job.uid) if pod.is_alive]
+                pods = [pod for pod in operation.view.pods_of(job.job, job.uid) if pod.is_alive]
                 assert {pod.run for pod in pods} == {f"{job.uid}-2"}
                 assert sorted(pod.index for pod in pods) == [0, 1]
                 noted = json.loads((await world.job(job)).launched or "")
@@ -131,7 +132,7 @@ def test_pod_that_goes_after_the_gang_was_whole_is_never_made_again(operator_api
         await operation.backend(job).launch(launch_of(job))
         await world.kubelets.started("job-1-1")
         await world.kube.delete(f"/api/v1/namespaces/{world.namespace}/pods/job-1-1")
-        await until("it is gone", lambda: len(operation.view.pods_of(job.uid)) == 1)
+        await until("it is gone", lambda: len(operation.view.pods_of(job.job, job.uid)) == 1)
         backend = operation.backend(await world.job(job))
         await backend.launch(launch_of(job))
         assert await world.pods() == ["job-1-0"]
@@ -211,6 +212,37 @@ def test_node_that_is_lost_is_seen_in_the_gang(operator_api: KubernetesClient) -
     play(operator_api, scenario)
 
 
+def test_pod_of_another_namespace_that_claims_to_be_of_the_gang_is_none_of_it(operator_api: KubernetesClient) -> None:
+    """Labels and owners are whatever a pod's maker writes: another tenant's may neither feign a worker nor a stray."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job()
+        backend = operation.backend(job)
+        await backend.launch(launch_of(job))
+        await world.kubelets.started("job-1-0")
+        elsewhere = await make_namespace(world.kube)
+        made = await world.kube.get(f"/api/v1/namespaces/{world.namespace}/pods/job-1-0")
+        for run in (1, 7):
+            kept = {name: made["metadata"][name] for name in ("labels", "ownerReferences")}
+            metadata = {"name": f"p{run}", **kept, "annotations": {labels.RUN: f"{job.uid}-{run}"}}
+            metadata["labels"] = {**kept["labels"], labels.NODE_INDEX: str(run)}
+            pod = {"metadata": metadata, "spec": {"containers": [{"name": "node", "image": "i"}]}}
+            await world.kube.create(f"/api/v1/namespaces/{elsewhere}/pods", pod)
+        # A pod that came after them is told of after them.
+        other = await world.make_job("other")
+        await operation.backend(other).launch(launch_of(other))
+        await world.kubelets.started("other-1-0")
+        await until(
+            "the watch is beyond them", lambda: any(pod.node for pod in operation.view.pods_of(other.job, other.uid))
+        )
+        observed = await backend.observe(planned(job))
+        assert observed.live_runs == {f"{job.uid}-1"}
+        assert observed.gang is not None
+        assert [worker.pod for worker in observed.gang.workers] == ["job-1-0"]
+
+    play(operator_api, scenario)
+
+
 # ---- what is asked of the agents
 
 
@@ -285,7 +317,7 @@ def test_agent_is_awaited_until_it_has_taken_the_request_in(operator_api: Kubern
             return (await backend.observe(status)).awaited_agents == ()
 
         await until("it is taken in", is_taken_in)
-        assert operation.view.pods_of(job.uid)[0].run == f"{job.uid}-1"
+        assert operation.view.pods_of(job.job, job.uid)[0].run == f"{job.uid}-1"
 
     play(operator_api, scenario)
 

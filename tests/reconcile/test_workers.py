@@ -24,6 +24,7 @@ FAILED, RUNNING, PENDING, SUCCEEDED = (
     WorkerPhase.SUCCEEDED,
 )
 READY = NodeView(name="node-a", not_ready_time=None)
+OWNER = {"apiVersion": "stepfast.dev/v1alpha1", "kind": "TrainingJob", "name": "gpt", "uid": "uid", "controller": True}
 
 
 def pod_json(*, metadata: Mapping[str, Any] | None = None, node: str | None = "node-a", **status: Any) -> JSON:
@@ -38,7 +39,7 @@ def pod_json(*, metadata: Mapping[str, Any] | None = None, node: str | None = "n
         "metadata": {
             "name": "gpt-2-0", "namespace": "ml", "uid": "p-0", "resourceVersion": "10",
             "creationTimestamp": "2025-12-31T23:00:00Z", "labels": marks, "annotations": {labels.RUN: "uid-2"},
-            **(metadata or {}),
+            "ownerReferences": [OWNER], **(metadata or {}),
         },
         "spec": {"containers": [{"name": "node"}], **({} if node is None else {"nodeName": node})},
         "status": status,
@@ -330,12 +331,34 @@ def test_long_messages_are_cut() -> None:
         {"labels": {}},
         {"labels": None, "annotations": None},
         {"annotations": {}},
-        {"labels": {labels.JOB: "gpt", labels.JOB_UID: "u", labels.ATTEMPT: "two", labels.NODE_INDEX: "0"}},
+        {"labels": {labels.JOB: "gpt", labels.JOB_UID: "uid", labels.ATTEMPT: "two", labels.NODE_INDEX: "0"}},
+        {"ownerReferences": None},
+        {"ownerReferences": [{**OWNER, "uid": "another"}]},
+        {"ownerReferences": [{**OWNER, "kind": "Job", "apiVersion": "batch/v1"}]},
+        {"ownerReferences": [{**OWNER, "apiVersion": "kubeflow.org/v1"}]},
+        {"ownerReferences": [{**OWNER, "controller": False}]},
+        {"ownerReferences": [{key: value for key, value in OWNER.items() if key != "controller"}]},
     ],
-    ids=["no labels", "nothing", "no run", "attempt is no number"],
+    ids=[
+        "no labels",
+        "nothing",
+        "no run",
+        "attempt is no number",
+        "no owner",
+        "of another job",
+        "of another kind",
+        "of another group",
+        "not controlled",
+        "control is not said",
+    ],
 )
 def test_pod_that_is_no_gangs_is_none(change: Mapping[str, Any]) -> None:
     assert pod_of(pod_json(metadata=change)) is None
+
+
+def test_pod_with_a_second_owner_is_its_jobs() -> None:
+    other = {"apiVersion": "v1", "kind": "ConfigMap", "name": "c", "uid": "c"}
+    assert view(pod_json(metadata={"ownerReferences": [other, OWNER]})).job_uid == "uid"
 
 
 def test_pod_is_read_whole() -> None:

@@ -87,9 +87,13 @@ class ClusterView:
         """Seconds since each watch last heard of the API server."""
         return {reflector.path: reflector.age_seconds() for reflector in self._reflectors}
 
-    def pods_of(self, uid: str) -> list[PodView]:
-        """The pods of that job, of all its attempts that are remembered, by name."""
-        return sorted(self._pods_by_job.get(uid, {}).values(), key=lambda pod: (pod.attempt, pod.index))
+    def pods_of(self, job: JobKey, uid: str) -> list[PodView]:
+        """The pods of that job, of all its attempts that are remembered, by name.
+
+        Those of its own namespace: whoever may make pods elsewhere may write this job's uid on them.
+        """
+        pods = (pod for pod in self._pods_by_job.get(uid, {}).values() if pod.namespace == job.namespace)
+        return sorted(pods, key=lambda pod: (pod.attempt, pod.index))
 
     def take_pod(self, document: JSON) -> None:
         """A pod as its creation returned it."""

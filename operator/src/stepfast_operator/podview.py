@@ -95,7 +95,7 @@ class AgentView:
 
 
 def pod_of(pod: JSON) -> PodView | None:
-    """None for a pod that is no gang's."""
+    """None for a pod that is no gang's: one that its job does not control has its labels from somebody else."""
     metadata = pod["metadata"]
     marks, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
     status = pod.get("status") or {}
@@ -103,6 +103,8 @@ def pod_of(pod: JSON) -> PodView | None:
         attempt, index = int(marks[labels.ATTEMPT]), int(marks[labels.NODE_INDEX])
         job, job_uid, run = marks[labels.JOB], marks[labels.JOB_UID], notes[labels.RUN]
     except (KeyError, ValueError):
+        return None
+    if not _is_controlled(metadata, job_uid):
         return None
     containers, before = status.get("containerStatuses") or (), status.get("initContainerStatuses") or ()
     ours: JSON = next((one for one in containers if one["name"] == labels.CONTAINER), {})
@@ -170,6 +172,18 @@ def agent_of(pod: JSON) -> AgentView:
 
 def jobs_of(report: NodeReport) -> frozenset[JobKey]:
     return frozenset(status.job for status in report.jobs)
+
+
+def _is_controlled(metadata: JSON, uid: str) -> bool:
+    """Whether the TrainingJob of that uid is its controller."""
+    group = f"{labels.PREFIX}/"
+    return any(
+        owner.get("controller") is True
+        and owner.get("kind") == "TrainingJob"
+        and str(owner.get("apiVersion")).startswith(group)
+        and owner.get("uid") == uid
+        for owner in metadata.get("ownerReferences") or ()
+    )
 
 
 def _conditions(status: JSON) -> tuple[tuple[str, str, str, str], ...]:

@@ -104,11 +104,11 @@ class KubernetesBackend:
     @property
     def is_alive(self) -> bool:
         """Whether any pod of the job may still run."""
-        return any(pod.is_alive for pod in self._view.pods_of(self._job.uid))
+        return any(pod.is_alive for pod in self._pods())
 
     async def observe(self, status: Status) -> Observed:
         now = self._cluster.clock()
-        pods = self._view.pods_of(self._job.uid)
+        pods = self._pods()
         reports = [report for report in self._view.reports_of(self._job.job) if self._view.is_ready(report.node)]
         current = status.current
         return Observed(
@@ -155,12 +155,12 @@ class KubernetesBackend:
             await self._note(launched)
         if launched.is_whole:
             return
-        others = {pod.run for pod in self._view.pods_of(self._job.uid) if pod.is_alive} - {launch.run}
+        others = {pod.run for pod in self._pods() if pod.is_alive} - {launch.run}
         await self.stop(sorted(others), StopMode.KILL)
-        if any(pod.is_alive and pod.run in others for pod in self._view.pods_of(self._job.uid)):
+        if any(pod.is_alive and pod.run in others for pod in self._pods()):
             raise KubeUnavailable(f"pods of {', '.join(sorted(others))} have not ended yet: none is made beside them")
         await self._make_service()
-        before = previous_nodes(self._view.pods_of(self._job.uid), launch.attempt)
+        before = previous_nodes(self._pods(), launch.attempt)
         gate = asyncio.Semaphore(_PARALLEL)
         try:
             async with asyncio.TaskGroup() as group:
@@ -179,7 +179,7 @@ class KubernetesBackend:
         wanted = frozenset(runs)
         grace = _KILL_GRACE_SECONDS if mode is StopMode.KILL else None
         deadline = time.monotonic() + (_GONE_SECONDS if mode is StopMode.KILL else 0.0)
-        while living := [pod for pod in self._view.pods_of(self._job.uid) if pod.run in wanted and pod.is_alive]:
+        while living := [pod for pod in self._pods() if pod.run in wanted and pod.is_alive]:
             self.changed.clear()
             self._lease.check()
             await asyncio.gather(*(self._end(pod, grace) for pod in living))
@@ -224,6 +224,9 @@ class KubernetesBackend:
         self._pace.note_written(status, begin)
 
     # ------------------------------------------------------------ observing
+
+    def _pods(self) -> list[PodView]:
+        return self._view.pods_of(self._job.job, self._job.uid)
 
     def _intent(self) -> Intent:
         # A job that is deleted gets its last checkpoint, as one that is suspended does.
@@ -382,7 +385,7 @@ class KubernetesBackend:
 
     async def _clear(self, attempt: int) -> None:
         """Removes the pods of attempts before the last one, whose logs nobody is going to look at."""
-        old = [pod for pod in self._view.pods_of(self._job.uid) if pod.attempt < attempt - 1]
+        old = [pod for pod in self._pods() if pod.attempt < attempt - 1]
         await asyncio.gather(
             *(self._kube.delete(f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", uid=pod.uid) for pod in old)
         )
@@ -391,7 +394,7 @@ class KubernetesBackend:
         """Asks the agents of all living nodes that hold something of the run, or run its pods."""
         self._lease.check()
         nodes = {report.node for report in self._view.reports_of(self._job.job) if self._holds(report, run)}
-        nodes |= {pod.node for pod in self._view.pods_of(self._job.uid) if pod.run == run and pod.node is not None}
+        nodes |= {pod.node for pod in self._pods() if pod.run == run and pod.node is not None}
         living = sorted(node for node in nodes if self._view.is_ready(node))
         self._asked = await self._cluster.requests.ask(living, Request(job=self._job.job, run=run, ask=ask))
 
