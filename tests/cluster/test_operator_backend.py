@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from stepfast.kube import Kube
+from stepfast.kube import Kube, KubeUnavailable
 from stepfast.nodestatus import JobStatus, SaveStatus
 from stepfast.step import JobKey
 from stepfast_operator import labels
@@ -282,6 +282,69 @@ def test_requests_of_several_jobs_share_a_list_and_settled_ones_go(operator_api:
         assert await asked_of(world, 0) == [("a", "ua-2", "Flush"), ("b", "ub-1", "Flush"), ("b", "ub-1", "Save")]
 
     play(operator_api, scenario)
+
+
+def test_node_that_takes_no_more_requests_is_said_and_has_not_answered(
+    operator_api: KubernetesClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job()
+        backend, status, run = operation.backend(job), planned(job), f"{job.uid}-1"
+        await backend.launch(launch_of(job))
+        await world.kubelets.started("job-1-0")
+        await world.report(0)
+        node = world.kubelets.node(0)
+        await until("the node is known", lambda: operation.view.is_ready(node) and operation.view.reports.get(node))
+        full = [request(world, f"j{number}", f"u{number}-1").to_document() for number in range(1024)]
+        await world.kube.patch(f"{API}/checkpointnodes/{node}", {"spec": {"requests": full}})
+        requests = Requests(world.kube, operation.view.reports.get, lambda job: True)
+        backend = KubernetesBackend(replace(operation.cluster, requests=requests), job)
+        await until("its list is seen to be full", lambda: len(operation.view.reports.get(node).requests) == 1024)
+        for _ in range(3):
+            await backend.flush(run)
+            await world.report(0)
+            assert (await backend.observe(status)).awaited_agents == (node,), "nobody knows what is left there"
+        [said] = [record.getMessage() for record in caplog.records if node in record.getMessage()]
+        assert "takes no request" in said
+        assert f"kubectl edit checkpointnode {node}" in said
+        await world.kube.patch(f"{API}/checkpointnodes/{node}", {"spec": {"requests": full[:5]}})
+        await until("it is mended", lambda: len(operation.view.reports.get(node).requests) == 5)
+        await backend.flush(run)
+        assert ("job", run, "Flush") in await asked_of(world, 0)
+
+    play(operator_api, scenario)
+
+
+def test_node_that_cannot_be_asked_keeps_no_other_from_being_asked(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        nodes = [world.kubelets.node(index) for index in range(3)]
+        for index in range(3):
+            await world.report(index)
+        await until("all are known", lambda: all(operation.view.reports.get(node) for node in nodes))
+        kube = await connect(operator_api.kubeconfig, FailsOn)
+        assert isinstance(kube, FailsOn)
+        kube.names = tuple(nodes[:2])
+        try:
+            requests = Requests(kube, operation.view.reports.get, lambda job: True)
+            with pytest.raises(KubeUnavailable, match=nodes[0]):
+                await requests.ask(nodes, request(world, "a", "ua-1"))
+        finally:
+            await kube.close()
+        assert await asked_of(world, 0) == []
+        assert await asked_of(world, 2) == [("a", "ua-1", "Flush")]
+
+    play(operator_api, scenario)
+
+
+class FailsOn(Kube):
+    """Changes of objects of these names are not answered."""
+
+    names: tuple[str, ...] = ()
+
+    async def _request(self, method: str, path: str, query: Any, body: JSON = None, **options: Any) -> JSON:
+        if method in CHANGES and path.endswith(self.names):
+            raise KubeUnavailable(f"{path} is not answered")
+        return await super()._request(method, path, query, body, **options)
 
 
 def test_node_that_goes_while_it_is_asked_is_not_waited_for(operator_api: KubernetesClient) -> None:

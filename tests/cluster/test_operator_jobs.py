@@ -17,7 +17,10 @@ from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.record import State, Status
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testoperator.polling import until
-from testoperator.world import Operation, World, manifest
+from testoperator.world import API, Operation, World, manifest
+
+NO_RESTARTS = {"maxRestarts": 0, "backoff": {"baseSeconds": 0}, "flushTimeoutSeconds": 0}
+PATIENT = {"gracefulSuspendSeconds": 600}
 
 Play = Callable[[World, Operation], Awaitable[None]]
 
@@ -149,6 +152,46 @@ def test_node_of_an_earlier_attempt_whose_agent_is_gone_fails_no_job_that_has_sa
         assert (status.state, status.attempt) == (State.COMPLETE, 2), status.conditions
 
     play(operator_api, scenario)
+
+
+async def asked_of(world: World, index: int) -> set[tuple[str, str]]:
+    """What the agent of that node is asked for: jobs and actions."""
+    document = await world.kube.get(f"{API}/checkpointnodes/{world.kubelets.node(index)}")
+    return {(one["name"], one["action"]) for one in document.get("spec", {}).get("requests") or ()}
+
+
+def test_agents_are_asked_no_more_for_jobs_that_are_over_or_suspended(operator_api: KubernetesClient) -> None:
+    """Else a node's list, which the API bounds, fills up with jobs that nobody deletes."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        await world.kubelets.make_node(0)
+        await world.make_agent(0)
+        await world.report(0)
+        done, failed = await world.make_job("done"), await world.make_job("failed", failurePolicy=NO_RESTARTS)
+        paused = await world.make_job("paused")
+        saving = await world.make_job("saving", checkpoint={**PATIENT, "storageUri": "memory://contract"})
+        for job in (done, failed, paused, saving):
+            await world.kubelets.started(f"{job.job.name}-1-0")
+        await world.report(0, report(saving, 5))
+        for job in (paused, saving):
+            await world.kube.patch(job.path, {"spec": {"suspend": True}})
+        await world.kubelets.end("done-1-0", 0)
+        await world.kubelets.end("failed-1-0", 1)
+        await reaches(world, done, State.COMPLETE)
+        await reaches(world, failed, State.FAILED)
+        await reaches(world, paused, State.SUSPENDED)
+        await reaches(world, saving, State.SUSPENDING)
+        await until("the last save is asked for", lambda: is_asked(world, "saving", "Save"))
+        last = await world.make_job("last")
+        await world.kubelets.end("last-1-0", 0)
+        await reaches(world, last, State.COMPLETE)
+        assert await asked_of(world, 0) == {("saving", "Save"), ("last", "Flush")}
+
+    play(operator_api, scenario)
+
+
+async def is_asked(world: World, name: str, action: str) -> bool:
+    return (name, action) in await asked_of(world, 0)
 
 
 def status_writes(api: ApiServer, world: World) -> int:

@@ -113,7 +113,7 @@ class Operator:
         await self._view.synced()
         await self._lease.held.wait()
         settings, kube = self._settings, self._kube
-        requests = Requests(kube, self._view.reports.get, self.jobs.is_known)
+        requests = Requests(kube, self._view.reports.get, self.jobs.is_under_way)
         self.jobs.start(
             Cluster(
                 kube=kube,

@@ -82,8 +82,10 @@ class Jobs:
     def wake_job(self, job: JobKey) -> None:
         self.wake(self._uids.get(job, ""))
 
-    def is_known(self, job: JobKey) -> bool:
-        return job in self._uids
+    def is_under_way(self, job: JobKey) -> bool:
+        """Whether there is such a job, and anything is still to be done for it: also while it is being suspended."""
+        loop = self._loops.get(self._uids.get(job, ""))
+        return loop is not None and not loop.is_over
 
     def states(self) -> list[State]:
         """Every job's state, for the metrics."""
@@ -109,6 +111,11 @@ class JobLoop:
         self._failures = 0
         self.status = Status()
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended, or is suspended to the end. Not before its status was read."""
+        return self.status.is_terminal or self.status.state is State.SUSPENDED
 
     def take(self, document: JSON) -> None:
         self._document = document
@@ -166,8 +173,7 @@ class JobLoop:
         self._metrics.reconciled(time.perf_counter() - begin)
         self.status = seen.after
         self._tell(seen)
-        is_over = seen.after.is_terminal or seen.after.state is State.SUSPENDED
-        if job.is_deleted and is_over and not backend.is_alive:
+        if job.is_deleted and self.is_over and not backend.is_alive:
             await self._let_go(job)
         await backend.write_held_back()
         waits = (_LONGEST_WAIT_SECONDS, seen.decision.requeue_seconds, backend.held_back_seconds())

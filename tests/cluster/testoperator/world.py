@@ -154,7 +154,7 @@ class Operation:
             wake_job=self.jobs.wake_job,
         )
         self.lease = Lease(kube, world.namespace, identity)
-        self.requests = Requests(kube, self.view.reports.get, lambda job: True)
+        self.requests = Requests(kube, self.view.reports.get, self.jobs.is_under_way)
 
         def open_store(uri: str) -> Store:
             return world.store  # type: ignore[return-value] # as much as is needed of one

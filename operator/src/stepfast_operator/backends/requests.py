@@ -5,16 +5,22 @@ with `status.observedGeneration`, so that what is reported from then on takes th
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from stepfast.kube import Kube, NotFound
+from stepfast.kube import Invalid, Kube, NotFound
 from stepfast.step import JobKey
 from stepfast_operator.document import JSON
 from stepfast_operator.podview import NodeReport
 
+log = logging.getLogger(__name__)
+
+NEVER = sys.maxsize  # a generation that no report takes in
+_PARALLEL = 40
 _PATH = "/apis/stepfast.dev/v1alpha1/checkpointnodes"
 
 
@@ -36,7 +42,9 @@ class Request:
 
 
 class Requests:
-    """All that is asked of all agents. `is_wanted` tells whether a job is still there; what others asked for goes."""
+    """All that is asked of all agents. `is_wanted` tells whether something is still asked for a job; what was asked for
+    others goes, lest a node's list, which the API bounds, fill up with jobs that are over.
+    """
 
     def __init__(
         self, kube: Kube, report_of: Callable[[str], NodeReport | None], is_wanted: Callable[[JobKey], bool]
@@ -44,15 +52,29 @@ class Requests:
         self._kube, self._report_of, self._is_wanted = kube, report_of, is_wanted
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._written: dict[str, tuple[int, tuple[JSON, ...]]] = {}  # generation and list, ahead of the watch
+        self._refused: set[str] = set()  # nodes whose CheckpointNode took the last request not: said once
 
     async def ask(self, nodes: Iterable[str], request: Request) -> dict[str, int]:
-        """Asks the agents of these nodes; returns by node the generation from which on a report takes it in.
+        """Asks the agents of these nodes; returns by node the generation from which on a report takes it in: NEVER for
+        one that takes no request. All are asked before the first error is raised.
 
         A request stands until its run is over: asking again changes nothing, and an agent that restarts carries it
         out once more.
         """
-        asked = {node: await self._ask(node, request) for node in nodes}
-        return {node: generation for node, generation in asked.items() if generation is not None}
+        gate, names = asyncio.Semaphore(_PARALLEL), list(nodes)
+
+        async def ask(node: str) -> int | None:
+            async with gate:
+                return await self._ask(node, request)
+
+        answers = await asyncio.gather(*map(ask, names), return_exceptions=True)
+        asked: dict[str, int] = {}
+        for node, answer in zip(names, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            if answer is not None:
+                asked[node] = answer
+        return asked
 
     async def _ask(self, node: str, request: Request) -> int | None:
         wanted = request.to_document()
@@ -68,9 +90,25 @@ class Requests:
                 document = await self._kube.patch(f"{_PATH}/{node}", body)
             except NotFound:
                 return None
+            except Invalid as error:
+                self._tell_refused(node, len(body["spec"]["requests"]), error)
+                return NEVER
+            self._refused.discard(node)
             generation = int(document["metadata"]["generation"])
             self._written[node] = (generation, tuple(document["spec"]["requests"]))
             return generation
+
+    def _tell_refused(self, node: str, count: int, error: Invalid) -> None:
+        """It is asked again with every pass that waits for it, and is not to fill the log."""
+        level = logging.DEBUG if node in self._refused else logging.ERROR
+        self._refused.add(node)
+        log.log(
+            level,
+            "CheckpointNode %s takes no request, of %d that would stand there: what its agent holds in memory alone is "
+            "waited for until flushTimeoutSeconds are over. Remove requests of jobs that are over (kubectl edit "
+            "checkpointnode %s), and check that the CRDs are those of this version: %s",
+            node, count, node, error,
+        )  # fmt: skip
 
     def _newest(self, report: NodeReport) -> tuple[int, tuple[JSON, ...]]:
         written = self._written.get(report.node)
