@@ -24,6 +24,7 @@ from stepfast_operator.backends.kubernetes import KubernetesBackend, NameTaken
 from stepfast_operator.backends.requests import Ask, Request, Requests
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.document import JSON
+from stepfast_operator.lease import NotLeading
 from stepfast_operator.observed import AgentState, WorkerPhase
 from stepfast_operator.record import Cause
 from testcluster.controlplane import ApiServer, KubernetesClient
@@ -239,6 +240,32 @@ def test_pod_of_another_namespace_that_claims_to_be_of_the_gang_is_none_of_it(op
         assert observed.live_runs == {f"{job.uid}-1"}
         assert observed.gang is not None
         assert [worker.pod for worker in observed.gang.workers] == ["job-1-0"]
+
+    play(operator_api, scenario)
+
+
+def test_lease_that_is_lost_while_pods_are_made_is_said_as_such(
+    operator_api: KubernetesClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a group of errors, which nobody expects."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job(trainer={"numNodes": 2})
+        make = world.kube.create
+
+        def is_lost() -> None:
+            raise NotLeading("lost")
+
+        async def create(path: str, body: JSON) -> JSON:
+            """The last request before the pods is the Service."""
+            made = await make(path, body)
+            monkeypatch.setattr(operation.lease, "check", is_lost)
+            return made
+
+        monkeypatch.setattr(world.kube, "create", create)
+        with pytest.raises(NotLeading):
+            await operation.backend(job).launch(launch_of(job))
+        assert await world.pods() == []
 
     play(operator_api, scenario)
 

@@ -30,7 +30,7 @@ from stepfast_operator.backends.requests import Ask, Request, Requests
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.document import JSON, decode, encode
-from stepfast_operator.lease import Lease
+from stepfast_operator.lease import Lease, NotLeading
 from stepfast_operator.manifests import Owner
 from stepfast_operator.names import is_run_of
 from stepfast_operator.observed import (
@@ -166,7 +166,7 @@ class KubernetesBackend:
             async with asyncio.TaskGroup() as group:
                 for index in range(launched.nodes):
                     group.create_task(self._make_pod(launch, index, before.get(index), gate), name=f"make pod {index}")
-        except* (KubeError, SpecError) as several:
+        except* (KubeError, SpecError, NotLeading) as several:
             raise _first(several) from None
         await self._note(replace(launched, is_whole=True))
         self._asked_to_end.clear()
@@ -406,7 +406,7 @@ def check_storage(cluster: Cluster, job: ClusterJob) -> None:
         raise SpecError("spec.checkpoint.storageUri", reason)
 
 
-def _first(several: BaseExceptionGroup[KubeError | SpecError]) -> BaseException:
+def _first(several: BaseExceptionGroup[KubeError | SpecError | NotLeading]) -> BaseException:
     """One of the errors: pods that are alike are refused for the same reason."""
     found: BaseException = several
     while isinstance(found, BaseExceptionGroup):
