@@ -9,12 +9,13 @@ DEMO := .stepfast/demo
 
 venv: $(READY)
 
+# Bytecode is made at once: where nothing may write it later, each process of a gang would compile all of torch anew.
 $(READY): constraints.txt requirements-dev.in trainer-sdk/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
-		-r requirements-dev.in
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode --constraint constraints.txt \
+		--build-constraint constraints.txt -r requirements-dev.in
 	@touch $(READY)
 
 # Trains a small GPT on two ranks, kills one half-way, and shows that nothing is lost.
