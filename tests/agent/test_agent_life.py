@@ -79,6 +79,21 @@ def test_step_that_lacks_another_nodes_part_keeps_neither_the_agent_nor_memory(
     assert agent.terminate(60) == 0  # half of what a flush may take
 
 
+def test_step_that_one_node_persisted_and_another_dropped_as_decided_is_pending_no_more(
+    new_agent: Callable[..., Any], ranks: Any
+) -> None:
+    agent, other = new_agent(), new_agent()
+    here = agent.join(rank=0, world_size=2, node=0)
+    here.save(1)
+    ranks.eventually(lambda: agent.job().pending_bytes == 0, "its part is written")
+    here.save(2)
+    here.save(3, drop=(1,))
+    ranks.eventually(lambda: agent.job().pending_steps == (2, 3), "nobody waits for the step that was given up")
+    other.join(rank=1, world_size=2, node=1).save(3)
+    here.wait_committed(3)
+    assert 1 not in agent.job().pending_steps
+
+
 def test_memory_of_a_job_that_is_gone_and_whose_storage_fails_goes_to_the_living(
     new_agent: Callable[..., Any], ranks: Any, tmp_path: Path
 ) -> None:

@@ -110,6 +110,35 @@ def test_decision_to_drop_what_is_persisted_already_comes_too_late() -> None:
     assert persists(flow.persisted(1)) == [2]
 
 
+@pytest.mark.parametrize("late", ["persisting", "persisted", "overwritten"])
+def test_step_that_the_gang_gave_up_too_late_is_waited_for_by_nobody(late: str) -> None:
+    flow = flow_of(1)
+    stage(flow, 0, 1)
+    stage(flow, 0, 2)
+    if late == "overwritten":
+        flow.persisted(1)
+        stage(flow, 0, 3)
+        stage(flow, 0, 4)
+    elif late == "persisted":
+        flow.persisted(1)
+    flow.reserve(0, (1,))
+    if late == "persisting":
+        flow.persisted(1)
+    assert 1 not in flow.pending_steps(), "on another node the decision may have come in time"
+    assert flow.uncommitted_parts() == [1]
+    flow.committed(1)
+    assert flow.is_committed(1), "it came too late on all nodes"
+
+
+def test_step_that_the_gang_gave_up_is_pending_while_somebody_waits_for_it() -> None:
+    flow = flow_of(1)
+    stage(flow, 0, 1)
+    flow.want(1)
+    flow.persisted(1)
+    flow.reserve(0, (1,))
+    assert flow.pending_steps() == [1]
+
+
 def test_newest_whole_step_is_not_dropped_whatever_is_decided() -> None:
     flow = flow_of(1, slots=2)
     stage(flow, 0, 1)

@@ -119,6 +119,38 @@ def test_success_whose_last_step_the_storage_does_not_take_is_no_success(make_wo
     assert exit_code_of(world.status) == 1
 
 
+def test_success_waits_in_vain_for_no_step_that_a_committed_one_has_overtaken(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start(staged=30)
+    world.persist("uid-1")
+    world.succeed()
+    observe = world.observe
+
+    async def with_lone_part(status: Status) -> Observed:
+        observed = await observe(status)
+        return replace(observed, reports=[replace(report, pending_steps=(20,)) for report in observed.reports])
+
+    world.observe = with_lone_part
+    began = world.now
+    world.relaunched()
+    assert world.status.state == State.COMPLETE
+    assert world.now - began < flush.COMMIT_SECONDS + 5
+
+
+def test_success_whose_last_part_lacks_the_others_is_no_success(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(30)
+    world.steps[10] = world.now
+    world.stage(30)
+    world.is_commit_held = True
+    world.succeed()
+    world.relaunched()
+    failed = world.status.condition(ConditionType.FAILED)
+    assert failed.reason == FailedReason.CHECKPOINT_UNAVAILABLE
+    assert "step 30 is not whole in the storage" in failed.message
+
+
 def test_rank_that_succeeded_without_a_goodbye_has_not_failed_while_its_steps_are_flushed(
     make_world: MakeWorld,
 ) -> None:

@@ -176,6 +176,14 @@ class Observed:
         """
         return not any(report.pending_bytes > 0 or report.persist_error for report in self.all_reports_of(run))
 
+    def is_rest_overtaken(self, run: str) -> bool:
+        """Whether nothing is pending of the run but parts of steps older than what the same launch has committed."""
+        reports = self.all_reports_of(run)
+        committed = _committed_steps(reports)
+        return self.has_only_commits_left(run) and all(
+            step < committed.get(report.run, 0) for report in reports for step in report.pending_steps
+        )
+
     def has_all_committed(self, run: str) -> bool:
         """Whether the reports prove that nothing of the run is in memory alone, though no agent may have told of
         anything since: every rank had said goodbye, after which nobody saves, and what was held is committed.
@@ -186,13 +194,19 @@ class Observed:
         newest = self.reports_of(run)
         ended = {rank.rank for report in newest for rank in report.ranks if rank.clean and not rank.alive}
         world_size = max((report.world_size for report in newest), default=0)
-        if not 0 < world_size <= len(ended) or self.has_pending(run):
+        if not 0 < world_size <= len(ended) or not self.is_rest_overtaken(run):
             return False
         reports = self.all_reports_of(run)
-        committed: dict[str, int] = {}  # by launch: after an in-place restart the ranks may have gone back
-        for report in reports:
-            known = report.latest_persisted_step
-            if known is not None:
-                committed[report.run] = max(known, committed.get(report.run, known))
+        committed = _committed_steps(reports)
         held = [report for report in reports if report.latest_memory_step is not None]
         return all((report.latest_memory_step or 0) <= committed.get(report.run, -1) for report in held)
+
+
+def _committed_steps(reports: Iterable[JobStatus]) -> dict[str, int]:
+    """The newest committed step by launch: after an in-place restart the ranks may have gone back."""
+    committed: dict[str, int] = {}
+    for report in reports:
+        known = report.latest_persisted_step
+        if known is not None:
+            committed[report.run] = max(known, committed.get(report.run, known))
+    return committed

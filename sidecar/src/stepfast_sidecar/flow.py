@@ -88,6 +88,7 @@ class _Step:
     parted: bool = False
     persisting: bool = False
     committed: bool = False
+    given_up: bool = False  # by the gang, too late for this node: another may have dropped its share in time
 
 
 class RunFlow:
@@ -139,8 +140,14 @@ class RunFlow:
 
     def _drop(self, step: int) -> list[Effect]:
         """Gives the step up as the gang decided, unless somebody needs it: then the decision came too late."""
+        if step in self._wanted:
+            return []
+        state = self._steps.get(step)
+        if state is not None and (state.persisting or state.parted):
+            state.given_up = True
+            return []
         held = list(self._of_step(step))
-        if self._flushing or step in self._wanted or not any(h.due for h in held):
+        if self._flushing or not any(h.due for h in held):
             return []
         if any(h.held is not Held.STAGED or self._is_newest(h) for h in held):
             return []
@@ -266,6 +273,8 @@ class RunFlow:
     def want(self, step: int) -> list[Effect]:
         """Somebody waits for the step's commit."""
         self._wanted.add(step)
+        if step in self._steps:
+            self._steps[step].given_up = False
         return self._make_due(step)
 
     def _make_due(self, step: int) -> list[Effect]:
@@ -293,12 +302,14 @@ class RunFlow:
         return max((step for step in self._held_steps(Held) if self._is_complete(step)), default=None)
 
     def pending_steps(self) -> list[int]:
-        """Steps that are due, complete on this node (or with windows that are on their way) and not committed."""
+        """Steps that are due, complete on this node (or with windows that are on their way) and not committed; not
+        those that the gang gave up once their part here is written: they may never be whole.
+        """
         due = self._held_steps((Held.STAGED, Held.PERSISTING), due=True)
         due |= {h.record.step for h in self.holdings.values() if h.held is Held.PERSISTING and h.record is not None}
         due |= {step for step, state in self._steps.items() if state.streamed and not state.parted}
         waiting = {step for step in due if self._is_complete(step, with_windows=True)}
-        return sorted(waiting | {step for step, state in self._steps.items() if state.parted and not state.committed})
+        return sorted(waiting.union(step for step in self.uncommitted_parts() if not self._steps[step].given_up))
 
     def pending_bytes(self) -> int:
         pending = set(self.pending_steps())

@@ -46,7 +46,9 @@ def flush(observed: Observed, attempt: Attempt, since: float) -> Decision | None
     if observed.awaited_agents:
         why = f"the agents of {', '.join(observed.awaited_agents)} have yet to say what is left"
         return Decision(actions=(ask, wait), why=why)
-    if not observed.has_pending(attempt.run) or _is_given_up(observed, attempt):
+    if not observed.has_pending(attempt.run) or observed.is_rest_overtaken(attempt.run):
+        return None
+    if _is_given_up(observed, attempt):
         return None
     if observed.has_only_commits_left(attempt.run) and attempt.parts_written_time is None:
         return Decision(actions=(NotePartsWritten(), wait), why="what is staged is written and yet to be committed")
@@ -72,11 +74,11 @@ def may_hold_more(observed: Observed, attempt: Attempt) -> bool:
     """Whether memory may hold steps that the storage has not. When an agent does not answer, its last report tells only
     if it is such that nothing can have changed since.
     """
-    if observed.has_pending(attempt.run):
-        return True
     if observed.has_all_committed(attempt.run):
         return False
     is_told = observed.agent not in _SILENT and not observed.awaited_agents and attempt.flush_asked_time is not None
+    if observed.has_pending(attempt.run):
+        return not (is_told and observed.is_rest_overtaken(attempt.run))
     return not is_told and observed.status.checkpoint.latest_memory_step is not None
 
 
@@ -84,6 +86,8 @@ def describe_unpersisted(observed: Observed, attempt: Attempt) -> str:
     reports = observed.all_reports_of(attempt.run)
     steps = sorted({step for report in reports for step in report.pending_steps})
     which = f"step {steps[-1]} is" if steps else "the last steps may be"
+    if steps and observed.has_only_commits_left(attempt.run):
+        return f"training succeeded, but step {steps[-1]} is not whole in the storage: a node did not write its part"
     is_here = observed.generation is None  # on one machine
     later = "the same command persists what is left before all else" if is_here else "the nodes' agents go on trying"
     error = next((report.persist_error for report in reports if report.persist_error), None)
