@@ -61,6 +61,48 @@ def test_step_whose_other_parts_nobody_will_write_is_not_waited_for_until_the_fl
     assert world.status.recoveries[0].steps_lost == 20
 
 
+def _as_two_nodes(world: Any, second: dict[str, Any], *, alive: bool) -> None:
+    """Each rank's node reports for itself from now on; the second node, of which rank 1 is, as told."""
+    observe = world.observe
+
+    async def observe_both(status: Status) -> Observed:
+        observed = await observe(status)
+        reports = []
+        for report in observed.reports:
+            first, last = report.ranks[:1], [replace(rank, alive=alive) for rank in report.ranks[1:]]
+            reports += [replace(report, ranks=first), replace(report, ranks=tuple(last), **second)]
+        return replace(observed, reports=reports)
+
+    world.observe = observe_both
+
+
+@pytest.mark.parametrize(
+    ("second", "alive", "waits"),
+    [
+        ({"pending_steps": ()}, False, False),
+        ({"pending_steps": ()}, True, True),
+        ({"pending_steps": (30,)}, False, True),
+        ({"pending_steps": (), "latest_persisted_step": 30}, False, True),
+    ],
+    ids=["has-not-got-it", "may-stage-it-yet", "has-written-it", "has-committed-it"],
+)
+def test_part_of_a_step_that_another_node_has_not_got_is_not_waited_for(
+    make_world: MakeWorld, second: dict[str, Any], alive: bool, waits: bool
+) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(30)
+    world.steps[10] = world.now
+    world.stage(30)
+    world.is_commit_held = True
+    world.fail()
+    _as_two_nodes(world, second, alive=alive)
+    began = world.now
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 10
+    assert (world.now - began >= flush.COMMIT_SECONDS) == waits
+
+
 def test_flush_is_bounded_when_the_storage_does_not_take_it(make_world: MakeWorld) -> None:
     world = make_world(failurePolicy={"flushTimeoutSeconds": 5})
     world.start()

@@ -184,6 +184,15 @@ class Observed:
             step < committed.get(report.run, 0) for report in reports for step in report.pending_steps
         )
 
+    def is_rest_hopeless(self, run: str) -> bool:
+        """Whether the reports prove that no pending step will ever be whole: all ranks are gone, and of each such step
+        some node has neither written its part nor anything left to write it from.
+        """
+        launches: dict[str, list[JobStatus]] = {}
+        for report in self.all_reports_of(run):
+            launches.setdefault(report.run, []).append(report)
+        return all(_is_hopeless(step, reports) for reports in launches.values() for step in _pending_steps(reports))
+
     def has_all_committed(self, run: str) -> bool:
         """Whether the reports prove that nothing of the run is in memory alone, though no agent may have told of
         anything since: every rank had said goodbye, after which nobody saves, and what was held is committed.
@@ -200,6 +209,20 @@ class Observed:
         committed = _committed_steps(reports)
         held = [report for report in reports if report.latest_memory_step is not None]
         return all((report.latest_memory_step or 0) <= committed.get(report.run, -1) for report in held)
+
+
+def _pending_steps(reports: Iterable[JobStatus]) -> set[int]:
+    return {step for report in reports for step in report.pending_steps}
+
+
+def _is_hopeless(step: int, reports: Sequence[JobStatus]) -> bool:
+    """The step that some node of this launch waits for; a node that lists it no more has committed it, or has not got
+    it.
+    """
+    ended = {rank.rank for report in reports for rank in report.ranks if not rank.alive}
+    if len(ended) < max(report.world_size for report in reports):
+        return False
+    return any(step not in report.pending_steps and (report.latest_persisted_step or 0) < step for report in reports)
 
 
 def _committed_steps(reports: Iterable[JobStatus]) -> dict[str, int]:

@@ -28,7 +28,7 @@ class KubeApi(Api):
     async def connect() -> KubeApi:
         """With the pod's service account, or outside of a cluster with KUBECONFIG. Raises ApiError."""
         with _translated():
-            return KubeApi(await Kube.connect(_PATIENCE, persist_config=False))
+            return KubeApi(await Kube.connect(_PATIENCE))
 
     async def close(self) -> None:
         await self._kube.close()

@@ -1,21 +1,43 @@
-"""From the API server's audit log: that no two gangs of a job ever lived at the same time (I9)."""
+"""From the API server's audit log: when the pods of a job were made and ended, and that no two of its gangs ever lived
+at the same time (I9).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
 from typing import Any
 
 _ENDED = ("Succeeded", "Failed")
 
 
-def overlapping_gangs(events: Iterable[dict[str, Any]], uid: str) -> list[str]:
-    """Each pod that was made while a pod of another attempt of that job still might run; told by what happened.
+class PodChange(StrEnum):
+    """What happened to a pod. ENDED: by the kubelet's word, or because its record is gone."""
+
+    MADE = "made"
+    CONTAINER_FAILED = "container failed"
+    DELETED = "deleted"  # to be ended by the kubelet
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodEvent:
+    """A change of one of the job's pods, and when the API server had written it."""
+
+    time: datetime
+    pod: str
+    attempt: int
+    change: PodChange
+
+
+def pod_events(events: Iterable[dict[str, Any]], uid: str) -> Iterator[PodEvent]:
+    """What happened to the pods of that job, oldest first; the same change may be told several times.
 
     A pod may run from its creation until the kubelet says that it has ended, or until its record is removed: by the
     kubelet once its containers are gone, or by force.
     """
-    alive: dict[str, str] = {}  # attempt, by the pod's name
-    found = []
     for event in sorted(events, key=lambda event: str(event["stageTimestamp"])):
         pod = event.get("responseObject") or {}
         if event["stage"] != "ResponseComplete" or pod.get("kind") != "Pod" or event["responseStatus"]["code"] >= 300:
@@ -23,31 +45,43 @@ def overlapping_gangs(events: Iterable[dict[str, Any]], uid: str) -> list[str]:
         labels = pod["metadata"].get("labels") or {}
         if labels.get("stepfast.dev/job-uid") != uid:
             continue
-        name, attempt = pod["metadata"]["name"], labels["stepfast.dev/attempt"]
-        if event["verb"] == "create" and "subresource" not in event["objectRef"]:
-            others = [other for other, of in alive.items() if of != attempt]
-            found += [f"{name} was made while {other} lived" for other in others]
-            alive[name] = attempt
-        elif pod.get("status", {}).get("phase") in _ENDED or _is_removal(event, pod):
-            alive.pop(name, None)
+        time = datetime.fromisoformat(event["stageTimestamp"])
+        name, attempt = pod["metadata"]["name"], int(labels["stepfast.dev/attempt"])
+        for change in _changes(event, pod):
+            yield PodEvent(time=time, pod=name, attempt=attempt, change=change)
+
+
+def overlapping_gangs(events: Iterable[dict[str, Any]], uid: str) -> list[str]:
+    """Each pod that was made while a pod of another attempt of that job still might run; told by what happened."""
+    alive: dict[str, int] = {}  # attempt, by the pod's name
+    found = []
+    for event in pod_events(events, uid):
+        match event.change:
+            case PodChange.MADE:
+                others = [other for other, attempt in alive.items() if attempt != event.attempt]
+                found += [f"{event.pod} was made while {other} lived" for other in others]
+                alive[event.pod] = event.attempt
+            case PodChange.ENDED:
+                alive.pop(event.pod, None)
+            case PodChange.CONTAINER_FAILED | PodChange.DELETED:
+                pass
     return found
 
 
 def made_pods(events: Iterable[dict[str, Any]], uid: str) -> list[str]:
     """The names of all pods that were ever made for that job, in order."""
-    return [
-        event["responseObject"]["metadata"]["name"]
-        for event in sorted(events, key=lambda event: str(event["stageTimestamp"]))
-        if event["verb"] == "create"
-        and event["stage"] == "ResponseComplete"
-        and event["objectRef"].get("resource") == "pods"
-        and "subresource" not in event["objectRef"]
-        and event["responseStatus"]["code"] < 300
-        and (event["responseObject"]["metadata"].get("labels") or {}).get("stepfast.dev/job-uid") == uid
-    ]
+    return [event.pod for event in pod_events(events, uid) if event.change is PodChange.MADE]
 
 
-def _is_removal(event: dict[str, Any], pod: dict[str, Any]) -> bool:
-    if event["verb"] != "delete":
-        return False
-    return not pod["metadata"].get("deletionGracePeriodSeconds")
+def _changes(event: dict[str, Any], pod: dict[str, Any]) -> Iterator[PodChange]:
+    if event["verb"] == "create":
+        if "subresource" not in event["objectRef"]:
+            yield PodChange.MADE
+        return
+    if event["verb"] == "delete":
+        yield PodChange.DELETED if pod["metadata"].get("deletionGracePeriodSeconds") else PodChange.ENDED
+    states = [container.get("state", {}) for container in pod.get("status", {}).get("containerStatuses", ())]
+    if any(state.get("terminated", {}).get("exitCode") for state in states):
+        yield PodChange.CONTAINER_FAILED
+    if pod.get("status", {}).get("phase") in _ENDED:
+        yield PodChange.ENDED

@@ -93,15 +93,17 @@ class Kube:
         self._api, self._patience = client.ApiClient(configuration), patience
 
     @staticmethod
-    async def connect(patience: Patience, *, persist_config: bool = True) -> Kube:
-        """With the pod's service account, or outside of a cluster with KUBECONFIG. Raises KubeError."""
+    async def connect(patience: Patience) -> Kube:
+        """With the pod's service account, or outside of a cluster with KUBECONFIG, which is only read. Raises
+        KubeError.
+        """
         configuration = client.Configuration()
         try:
             config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call] # theirs
         except config.ConfigException:
             try:
                 await config.load_kube_config(  # type: ignore[no-untyped-call] # theirs
-                    client_configuration=configuration, persist_config=persist_config
+                    client_configuration=configuration, persist_config=False
                 )
             except (config.ConfigException, OSError) as error:
                 raise KubeError(f"neither a service account nor a kubeconfig: {error}") from error

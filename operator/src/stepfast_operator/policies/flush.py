@@ -60,7 +60,7 @@ def _is_given_up(observed: Observed, attempt: Attempt) -> bool:
     written = attempt.parts_written_time
     if written is None or not observed.has_only_commits_left(attempt.run):
         return False
-    return observed.now - waiting_since(observed, written) >= COMMIT_SECONDS
+    return observed.is_rest_hopeless(attempt.run) or observed.now - waiting_since(observed, written) >= COMMIT_SECONDS
 
 
 def is_left(observed: Observed, attempt: Attempt) -> bool:
