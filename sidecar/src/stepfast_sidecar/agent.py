@@ -10,10 +10,10 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, assert_never
+from typing import assert_never
 
 from stepfast.errors import ProtocolError
 from stepfast.nodestatus import NodeStatus, to_document
@@ -30,6 +30,7 @@ from stepfast_sidecar.metrics import Metrics
 from stepfast_sidecar.reception import Reception
 from stepfast_sidecar.room import Room
 from stepfast_sidecar.run import Run, Session
+from stepfast_sidecar.tasks import Tasks
 from stepfast_sidecar.tenants import StorageRules, launch_of
 from stepfast_sidecar.volumes import Volumes
 
@@ -55,7 +56,7 @@ class Agent:
         self.volumes = Volumes(config.memory_dir / VOLUMES, self.reception.open)
         self._watchers: set[Peer] = set()
         self._publishing: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._node_writer: CheckpointNodeWriter | None = None
         self._requests: tuple[NodeRequest, ...] = ()  # of the operator, as they stand
         self._ending = asyncio.Event()
@@ -75,13 +76,13 @@ class Agent:
             if self.config.socket is not None:
                 self.reception.open(listen(str(self.config.socket)))
                 ends.callback(self.config.socket.unlink, missing_ok=True)
-            self._spawn(self._flush_orphans(), "flush orphans")
-            self._spawn(self._let_jobs_go(), "let jobs go")
-            self._spawn(watch_growth(self.rooms), "watch growth")
-            self._spawn(self.health.beat(), "beat")
+            self._tasks.start(self._flush_orphans(), "flush orphans")
+            self._tasks.start(self._let_jobs_go(), "let jobs go")
+            self._tasks.start(watch_growth(self.rooms), "watch growth")
+            self._tasks.start(self.health.beat(), "beat")
             if self.config.checkpoint_node:
                 self._node_writer = checkpoint_node_writer(self.config.node, self)
-                self._spawn(self._node_writer.run(), "CheckpointNode")
+                self._tasks.start(self._node_writer.run(), "CheckpointNode")
             self.health.done(_STARTING)
             try:
                 await self._ending.wait()
@@ -114,9 +115,7 @@ class Agent:
     async def _close(self) -> bool:
         """Ends all that runs; whether everything is persisted."""
         is_in_use = any(room.is_living for room in self.rooms.values())
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         if self._node_writer is not None:
             await self._node_writer.say_goodbye()
         await self.reception.close()
@@ -128,16 +127,6 @@ class Agent:
         if self.config.remove_memory and is_idle and not is_in_use:
             shutil.rmtree(self.config.memory_dir, ignore_errors=True)
         return is_idle
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_name(), exc_info=error)
 
     def _adopt(self) -> None:
         for job, settings, slots in self.memory.jobs():
@@ -174,7 +163,7 @@ class Agent:
             for job in [job for job, since in quiet.items() if now - since >= self.config.idle_seconds]:
                 log.info("%s has left this node", job)
                 # Not waited for: before it is closed, another of them may have come back to life.
-                self._spawn(self._dismiss(job).close(), f"close {job}")
+                self._tasks.start(self._dismiss(job).close(), f"close {job}")
 
     def _dismiss(self, job: JobKey) -> Room:
         """Frees what is held of the job; the room that is left is to be closed."""
@@ -264,7 +253,7 @@ class Agent:
         job = JobKey.parse(hello.job)
         room = self.rooms.get(job)
         if room is not None and room.storage_uri != hello.storage_uri and self._is_over(room, hello.run):
-            self._spawn(self._dismiss(job).close(), f"close {job}")
+            self._tasks.start(self._dismiss(job).close(), f"close {job}")
         room = self._room(job, hello.storage_uri, credentials)
         if room.storage_uri != hello.storage_uri:
             raise ProtocolError(f"job {job} is on this node with the storage {room.storage_uri}")
@@ -308,7 +297,7 @@ class Agent:
                 wanted_bytes -= other.slots.size_bytes
                 if not other.waits_for_others:
                     log.error("%s: given up unpersisted: its ranks left long ago, and memory is needed", other.job)
-                self._spawn(self._dismiss(other.job).close(), f"close {other.job}")
+                self._tasks.start(self._dismiss(other.job).close(), f"close {other.job}")
 
     def _room(self, job: JobKey, storage_uri: str, credentials: Mapping[str, str]) -> Room:
         room = self.rooms.get(job)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import asdict
 
 from stepfast.histories import MAX_ROWS, SaveRow
 from stepfast.step import JobKey
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
+from stepfast_sidecar.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
 
 class History:
-    """Rows not yet written. `write` runs as a task whenever there are some."""
+    """Rows not yet written."""
 
-    def __init__(self, job: JobKey, persister: PersisterProcess, retry_seconds: Callable[[int], float]) -> None:
-        self._job, self._persister, self._retry_seconds = job, persister, retry_seconds
+    def __init__(self, job: JobKey, persister: PersisterProcess, tasks: Tasks) -> None:
+        self._job, self._persister, self._tasks = job, persister, tasks
         self._rows: list[SaveRow] = []
         self._is_writing = False
 
@@ -27,13 +27,14 @@ class History:
         """Whether every row is written."""
         return not self._rows and not self._is_writing
 
-    def add(self, row: SaveRow) -> bool:
-        """Notes a row; True when `write` has to be started for it."""
+    def note(self, row: SaveRow) -> None:
+        """The row is written in the background, soon."""
         self._rows = [*self._rows, row][-MAX_ROWS:]
-        must_start, self._is_writing = not self._is_writing, True
-        return must_start
+        if not self._is_writing:
+            self._is_writing = True
+            self._tasks.start(self._write(), "history")
 
-    async def write(self) -> None:
+    async def _write(self) -> None:
         """Until no row is left: one request at a time, with all that came meanwhile, while the agent lives."""
         failures = 0
         try:
@@ -46,6 +47,6 @@ class History:
                     self._rows = [*rows, *self._rows][-MAX_ROWS:]
                     failures += 1
                     log.warning("%s: checkpointHistories.csv: %s", self._job, error)
-                    await asyncio.sleep(self._retry_seconds(failures))
+                    await asyncio.sleep(self._persister.retry_seconds(failures))
         finally:
             self._is_writing = False

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 _LINE_LIMIT = 64 * 1024 * 1024
 _RESTART_SECONDS = (0.05, 0.2, 1.0, 5.0)
+_RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class PersisterLost(AgentError):
@@ -36,10 +37,17 @@ class PersisterProcess:
     """Requests to one job's persister. `on_lost` is called each time that the process dies unasked."""
 
     def __init__(
-        self, arguments: Sequence[str], *, on_lost: Callable[[], None], environment: Mapping[str, str] | None = None
+        self,
+        storage_uri: str,
+        arguments: Sequence[str],
+        *,
+        on_lost: Callable[[], None],
+        environment: Mapping[str, str],
+        retry_limit_seconds: float,
     ) -> None:
         """`environment`: all that the process knows, instead of what this one does."""
-        self._arguments, self._environment = arguments, environment
+        self._storage_uri, self._arguments = storage_uri, (f"--storage-uri={storage_uri}", *arguments)
+        self._environment, self._retry_limit_seconds = environment, retry_limit_seconds
         self._on_lost = on_lost
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
@@ -78,6 +86,30 @@ class PersisterProcess:
             raise RequestFailed(answer["kind"], answer["reason"])
         result: Mapping[str, Any] = answer["values"] or {}
         return result
+
+    async def insist(self, command: str, tell: Callable[[str], None], **values: Any) -> Mapping[str, Any]:
+        """The command's answer, however often it has to be asked for; `tell` hears why of each failure.
+
+        Raises PersisterLost, RequestFailed once the persister is closed.
+        """
+        failures = 0
+        while True:
+            try:
+                return await self.request(command, **values)
+            except (PersisterLost, RequestFailed) as error:
+                if self._closed:
+                    raise
+                failures += 1
+                tell(self.why(error))
+                await asyncio.sleep(self.retry_seconds(failures))
+
+    def retry_seconds(self, failures: int) -> float:
+        """How long to wait after so many failures in a row."""
+        return min(_RETRY_SECONDS[min(max(failures, 1), len(_RETRY_SECONDS)) - 1], self._retry_limit_seconds)
+
+    def why(self, error: PersisterLost | RequestFailed) -> str:
+        """The failure's cause and the storage that it is of; paths in it are relative to that."""
+        return f"{self._storage_uri}: {error}" if isinstance(error, RequestFailed) else str(error)
 
     async def _start(self) -> asyncio.subprocess.Process:
         async with self._starting:

@@ -6,16 +6,16 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 from stepfast.errors import ProtocolError
-from stepfast.histories import SaveRow
 from stepfast.layout import job_folder
 from stepfast.nodestatus import JobStatus
-from stepfast.protocol import Committed, Dropped, Hello, Message, PersistFailed
+from stepfast.protocol import Committed, Dropped, Hello, PersistFailed
 from stepfast.slot import SlotRecord, SlotState
 from stepfast.step import JobKey, attempt_of
+from stepfast_sidecar.commits import Commits
 from stepfast_sidecar.config import Config
 from stepfast_sidecar.flow import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow, RunFlow
 from stepfast_sidecar.history import History
@@ -25,14 +25,12 @@ from stepfast_sidecar.metrics import Metrics
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
 from stepfast_sidecar.run import Run, Session
 from stepfast_sidecar.slots import misfit
+from stepfast_sidecar.tasks import Tasks
 from stepfast_sidecar.tenants import persister_environment
 
 log = logging.getLogger(__name__)
 
 _RUNS_REMEMBERED = 8
-_RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
-_COMMIT_POLL_SECONDS = (0.05, 2.0)  # the first and the longest pause while other nodes' parts are waited for
-_COMMIT_GRACE_SECONDS = 5.0  # how long agents other than rank 0's leave the manifest to it
 
 
 class Room:
@@ -55,17 +53,31 @@ class Room:
         self.slots = JobSlots(job, memory, self.runs)
         self._config, self._memory, self._metrics = config, memory, metrics
         self._changed = changed  # called with True when the change must be published at once
-        self._tasks: set[asyncio.Task[None]] = set()
-        arguments = [f"--storage-uri={storage_uri}", "--folder", job_folder(job)]
-        arguments += ["--storage-deadline", str(config.storage_deadline_seconds)]
+        self._tasks = Tasks(str(job))
+        arguments = ["--folder", job_folder(job), "--storage-deadline", str(config.storage_deadline_seconds)]
         if config.spool_folder is not None:
             arguments += ["--spool-folder", str(config.spool_folder)]
         self.persister = PersisterProcess(
-            arguments, on_lost=self._persister_lost, environment=persister_environment(os.environ, credentials)
+            storage_uri,
+            arguments,
+            on_lost=self._persister_lost,
+            environment=persister_environment(os.environ, credentials),
+            retry_limit_seconds=config.retry_limit_seconds,
         )
         self.freed = asyncio.Condition()
         self._opened_time = time.time()
-        self._history = History(job, self.persister, self._retry_seconds)
+        self._history = History(job, self.persister, self._tasks)
+        self._commits = Commits(
+            job,
+            self.runs,
+            self.persister,
+            patience_seconds=config.commit_patience_seconds,
+            tasks=self._tasks,
+            history=self._history,
+            metrics=metrics,
+            give_up=self._give_up,
+            changed=changed,
+        )
 
     def use_credentials(self, credentials: Mapping[str, str]) -> None:
         """What the job's pods bring along to open their storage with, from now on."""
@@ -130,7 +142,7 @@ class Room:
             staged = len({holding.rank for holding in run.flow.holdings.values()})
             run.flow.local_world_size = size if isinstance(size, int) and size > 0 else staged
             for step in run.flow.uncommitted_parts():
-                self._spawn(self._commit(run, step), f"commit {step}")
+                self._commits.start(run, step)
 
     def flush(self, run: Run) -> None:
         """Everything that the run holds goes to the storage."""
@@ -142,17 +154,21 @@ class Room:
             self.carry_out(run, run.flow.want(step))
             return
 
-        def tell(error: PersisterLost | RequestFailed) -> None:
-            session.peer.send(PersistFailed(step=step, reason=self._why(error)))
+        def tell(reason: str) -> None:
+            session.peer.send(PersistFailed(step=step, reason=reason))
 
         try:
-            answer = await self._insist("commit", tell, step=step, run=run.flow.run, may_write=False)
+            committed_time = await self._commits.find(run, step, tell)
         except (PersisterLost, RequestFailed):
             return  # the agent ends
-        if answer["committed"]:
-            session.peer.send(Committed(step=step, committed_time=answer["time"]))
+        if committed_time is not None:
+            session.peer.send(Committed(step=step, committed_time=committed_time))
         else:
             session.peer.send(Dropped(step=step))  # its slot holds a newer one by now
+
+    async def supersede_after(self, run: Run, step: int) -> tuple[int, ...]:
+        """Rolls the job back to the step that the run goes on from; returns the superseded ones."""
+        return await self._commits.supersede_after(run, step)
 
     def rank_ended(self, run: Run, session: Session) -> None:
         """A rank's connection is over. Without goodbye its process died: what it staged is flushed."""
@@ -172,9 +188,9 @@ class Room:
         for effect in effects:
             match effect:
                 case Persist():
-                    self._spawn(self._persist(run, effect), f"persist {effect.step}")
+                    self._tasks.start(self._persist(run, effect), f"persist {effect.step}")
                 case PersistWindow():
-                    self._spawn(self._persist_window(run, effect.holding), "persist window")
+                    self._tasks.start(self._persist_window(run, effect.holding), "persist window")
                 case Freed():
                     self.wake()
                 case DropStep():
@@ -219,7 +235,7 @@ class Room:
             self.slots.note(holding, SlotState.PERSISTED)
         run.failures, run.persist_failure = 0, None
         self.carry_out(run, run.flow.persisted(effect.step))
-        await self._commit(run, effect.step)
+        await self._commits.commit(run, effect.step)
 
     async def _persist_window(self, run: Run, holding: Holding) -> None:
         record, session = holding.record, run.sessions.get(holding.rank)
@@ -240,7 +256,7 @@ class Room:
                 return
             except RequestFailed as error:
                 run.failures += 1
-                run.persist_failure = f"step {record.step} is not persisted: {self._why(error)}"
+                run.persist_failure = f"step {record.step} is not persisted: {self.persister.why(error)}"
                 self._metrics.failed(error.kind)
                 self._changed(False)
                 if error.kind in ("SlotDamaged", "UploadLost"):
@@ -248,7 +264,7 @@ class Room:
                     session.break_stream()
                     self.carry_out(run, run.flow.window_lost(holding.rank, holding.slot, record))
                     return
-                await asyncio.sleep(self._retry_seconds(run.failures))
+                await asyncio.sleep(self.persister.retry_seconds(run.failures))
                 continue
             self._window_persisted(run, holding, record, answer["file"])
             session.stream_open.set()
@@ -262,133 +278,21 @@ class Room:
         effects = run.flow.window_persisted(holding.rank, holding.slot, file_done=file is not None)
         self.carry_out(run, effects)
 
-    async def _commit(self, run: Run, step: int) -> None:
-        """Until the step's manifest is there, by whomever, or nobody will complete it any more."""
-        await run.may_commit.wait()
-        begin, failures, pause = time.monotonic(), 0, _COMMIT_POLL_SECONDS[0]
-        while True:
-            waited = time.monotonic() - begin
-            try:
-                answer = await self.persister.request(
-                    "commit", step=step, run=run.flow.run, may_write=run.leads or waited > _COMMIT_GRACE_SECONDS
-                )
-            except (PersisterLost, RequestFailed) as error:
-                if self.persister.is_closed:
-                    return
-                failures += 1
-                run.awaited.discard(step)
-                self._commit_failed(run, step, error)
-                await asyncio.sleep(self._retry_seconds(failures))
-                continue
-            run.commit_failures.pop(step, None)
-            run.awaited.add(step)
-            is_late = waited > self._config.commit_patience_seconds
-            # Another run's manifest may be one that rank 0, on another node, is about to mark superseded.
-            if answer["committed"] and (run.leads or is_late or answer["run"] == run.flow.run):
-                self._committed(run, step, answer)
-                return
-            if not answer["committed"] and is_late and self._is_overtaken(run, step):
-                log.error("%s: step %s is given up: another node never wrote its part of it", self.job, step)
-                run.awaited.discard(step)
-                self.carry_out(run, run.flow.give_up(step))
-                return
-            await asyncio.sleep(pause)
-            pause = min(_COMMIT_POLL_SECONDS[1], pause * 2)
-
-    def _is_overtaken(self, run: Run, step: int) -> bool:
-        """Whether training stands on something newer than a step that not all nodes have persisted."""
-        newer = (other.persisted_step for other in self.runs.values() if other.persisted_step is not None)
-        return max(newer, default=step) > step or not self._is_newest(run)
-
-    def _is_newest(self, run: Run) -> bool:
-        return max(self.runs, key=attempt_of) == run.flow.run
-
-    def _committed(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
-        run.flow.committed(step)
-        run.awaited.discard(step)
-        run.count_commit(step, answer["time"], answer["size"])
-        self._metrics.committed()
-        self._push(run, Committed(step=step, committed_time=answer["time"]))
-        self._changed(True)
-        if run.leads:
-            saved_time = run.saved.get(step, (answer["time"], 0))[0]
-            self._note(run.history_row(step, "Committed", answer["time"] - saved_time, answer["size"]))
-            if self._is_newest(run):
-                self._spawn(self._retain(run, step), "retention")
-
-    async def _retain(self, run: Run, step: int) -> None:
-        """After a commit; cannot harm what is committed."""
-        try:
-            restored = {session.restored_step for session in run.sessions.values()}
-            protected = sorted({step for step in (run.resume_step, *restored) if step})
-            await self.persister.request("retain", run=run.flow.run, max_to_keep=run.max_to_keep, protected=protected)
-        except (PersisterLost, RequestFailed) as error:
-            log.warning("%s: after the commit of step %s: %s", self.job, step, error)
-
-    async def supersede_after(self, run: Run, step: int) -> tuple[int, ...]:
-        """Rolls the job back to the step that the run goes on from; returns the superseded ones.
-
-        Nothing of the run is committed meanwhile: its steps must not meet those of another history.
-        """
-
-        def tell(error: PersisterLost | RequestFailed) -> None:
-            log.warning("%s: steps above %s are not superseded yet: %s", self.job, step, error)
-
-        run.may_commit.clear()
-        try:
-            answer = await self._insist("supersede", tell, step=step, run=run.flow.run)
-        finally:
-            run.may_commit.set()
-        if answer["steps"]:
-            log.warning("%s: steps %s are superseded: training goes on from step %s", self.job, answer["steps"], step)
-        return tuple(answer["steps"])
-
-    async def _insist(
-        self, command: str, tell: Callable[[PersisterLost | RequestFailed], None], **values: Any
-    ) -> Mapping[str, Any]:
-        """The persister's answer, however often it has to be asked; `tell` hears of each failure.
-
-        Raises PersisterLost, RequestFailed when the agent ends.
-        """
-        failures = 0
-        while True:
-            try:
-                return await self.persister.request(command, **values)
-            except (PersisterLost, RequestFailed) as error:
-                if self.persister.is_closed:
-                    raise
-                failures += 1
-                tell(error)
-                await asyncio.sleep(self._retry_seconds(failures))
-
-    def _why(self, error: PersisterLost | RequestFailed) -> str:
-        """The failure's cause and the storage that it is of; paths in it are relative to that."""
-        return f"{self.storage_uri}: {error}" if isinstance(error, RequestFailed) else str(error)
-
-    def _commit_failed(self, run: Run, step: int, error: PersisterLost | RequestFailed) -> None:
-        reason = self._why(error)
-        if step not in run.commit_failures:
-            log.error("%s: step %s was not committed: %s", self.job, step, reason)
-        run.commit_failures[step] = f"step {step} is persisted but not committed: {reason}"
-        self._metrics.failed(error.kind if isinstance(error, RequestFailed) else "PersisterLost")
-        self._push(run, PersistFailed(step=step, reason=reason))
-        self._changed(False)
-
     def _failed(self, run: Run, step: int, error: RequestFailed) -> None:
-        reason = self._why(error)
+        reason = self.persister.why(error)
         run.persist_failure = f"step {step} is not persisted: {reason}"
         run.failures += 1
         self._metrics.failed(error.kind)
         log.error("%s: step %s was not persisted: %s", self.job, step, reason)
-        self._push(run, PersistFailed(step=step, reason=reason))
+        run.push(PersistFailed(step=step, reason=reason))
         if error.kind == "SlotDamaged":
-            self.carry_out(run, run.flow.give_up(step))
+            self._give_up(run, step)
             return
         self.carry_out(run, run.flow.persist_failed(step))
-        self._spawn(self._retry(run), "retry")
+        self._tasks.start(self._retry(run), "retry")
 
     async def _retry(self, run: Run) -> None:
-        await asyncio.sleep(self._retry_seconds(run.failures))
+        await asyncio.sleep(self.persister.retry_seconds(run.failures))
         self.carry_out(run, run.flow.retry())
 
     def _persister_lost(self) -> None:
@@ -400,7 +304,7 @@ class Room:
                 run.failures += 1
                 run.persist_failure = "the persister died; it is started again"
             self.carry_out(run, run.flow.persister_lost())
-            self._spawn(self._retry(run), "retry")
+            self._tasks.start(self._retry(run), "retry")
 
     def give_up_incomplete(self, run: Run) -> None:
         """Steps of a dead run that some rank of this node never staged whole, and never will."""
@@ -408,7 +312,10 @@ class Room:
             return
         for step in run.flow.incomplete_steps():
             log.warning("step %s of %s is given up: a rank of this node died before it staged it", step, run.flow.run)
-            self.carry_out(run, run.flow.give_up(step))
+            self._give_up(run, step)
+
+    def _give_up(self, run: Run, step: int) -> None:
+        self.carry_out(run, run.flow.give_up(step))
 
     def _dropped(self, run: Run, effect: DropStep) -> None:
         step = effect.step
@@ -417,26 +324,17 @@ class Room:
         run.forget_streamed(step)
         run.dropped += 1
         self._metrics.dropped()
-        self._push(run, Dropped(step=step))
+        run.push(Dropped(step=step))
         if run.leads:
-            self._note(run.history_row(step, "Dropped", None, run.saved.get(step, (0.0, 0))[1]))
-
-    def _note(self, row: SaveRow) -> None:
-        if self._history.add(row):
-            self._spawn(self._history.write(), "history")
+            self._history.note(run.history_row(step, "Dropped", None, run.saved.get(step, (0.0, 0))[1]))
 
     def wake(self) -> None:
         """Lets waiting reservations look again."""
-        self._spawn(self._wake(), "wake")
+        self._tasks.start(self._wake(), "wake")
 
     async def _wake(self) -> None:
         async with self.freed:
             self.freed.notify_all()
-
-    def _push(self, run: Run, message: Message) -> None:
-        for session in run.sessions.values():
-            if session.alive:
-                session.peer.send(message)
 
     def _slot_ref(self, holding: Holding) -> dict[str, Any]:
         record = holding.record
@@ -490,20 +388,4 @@ class Room:
     async def close(self) -> None:
         """Ends the persister and everything under way."""
         await self.persister.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=f"{self.job} {name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_name(), exc_info=error)
-
-    def _retry_seconds(self, failures: int) -> float:
-        pause = _RETRY_SECONDS[min(max(failures, 1), len(_RETRY_SECONDS)) - 1]
-        return min(pause, self._config.retry_limit_seconds)
+        await self._tasks.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 
 from stepfast.histories import SaveRow
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
-from stepfast.protocol import Hello
+from stepfast.protocol import Hello, Message
 from stepfast.step import JobKey
 from stepfast_sidecar.flow import RunFlow
 from stepfast_sidecar.intake import Peer
@@ -122,6 +122,12 @@ class Run:
     def is_empty(self) -> bool:
         """Whether nothing of it is held or still to be done: only its account is left."""
         return self.is_over and not self.flow.holdings and not self.flow.pending_steps()
+
+    def push(self, message: Message) -> None:
+        """Tells every rank of it on this node."""
+        for session in self.sessions.values():
+            if session.alive:
+                session.peer.send(message)
 
     def count_save(self, step: int, stall_seconds: float) -> None:
         """A save of the gang, as this node's first rank saw it."""

@@ -1,0 +1,150 @@
+"""Makes the manifests of one job's steps once every node's part is there, by whichever node (I1, I2), and sees to it
+that steps of two histories never meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stepfast.protocol import Committed, PersistFailed
+from stepfast.step import JobKey, attempt_of
+from stepfast_sidecar.history import History
+from stepfast_sidecar.metrics import Metrics
+from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
+from stepfast_sidecar.run import Run
+from stepfast_sidecar.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = (0.05, 2.0)  # the first and the longest pause while other nodes' parts are waited for
+_GRACE_SECONDS = 5.0  # how long agents other than rank 0's leave the manifest to it
+
+
+class Commits:
+    """The commits of one job on this node."""
+
+    def __init__(
+        self,
+        job: JobKey,
+        runs: Mapping[str, Run],
+        persister: PersisterProcess,
+        *,
+        patience_seconds: float,
+        tasks: Tasks,
+        history: History,
+        metrics: Metrics,
+        give_up: Callable[[Run, int], None],
+        changed: Callable[[bool], None],
+    ) -> None:
+        """`give_up` is called with a step that nobody completes any more, after `patience_seconds`."""
+        self._job, self._runs, self._persister = job, runs, persister
+        self._patience_seconds = patience_seconds
+        self._tasks, self._history, self._metrics = tasks, history, metrics
+        self._give_up, self._changed = give_up, changed
+
+    def start(self, run: Run, step: int) -> None:
+        """Commits a step whose part of this node is written."""
+        self._tasks.start(self.commit(run, step), f"commit {step}")
+
+    async def commit(self, run: Run, step: int) -> None:
+        """Until the step's manifest is there, by whomever, or nobody will complete it any more."""
+        await run.may_commit.wait()
+        begin, failures, pause = time.monotonic(), 0, _POLL_SECONDS[0]
+        while True:
+            waited = time.monotonic() - begin
+            try:
+                answer = await self._persister.request(
+                    "commit", step=step, run=run.flow.run, may_write=run.leads or waited > _GRACE_SECONDS
+                )
+            except (PersisterLost, RequestFailed) as error:
+                if self._persister.is_closed:
+                    return
+                failures += 1
+                run.awaited.discard(step)
+                self._failed(run, step, error)
+                await asyncio.sleep(self._persister.retry_seconds(failures))
+                continue
+            run.commit_failures.pop(step, None)
+            run.awaited.add(step)
+            is_late = waited > self._patience_seconds
+            # Another run's manifest may be one that rank 0, on another node, is about to mark superseded.
+            if answer["committed"] and (run.leads or is_late or answer["run"] == run.flow.run):
+                self._committed(run, step, answer)
+                return
+            if not answer["committed"] and is_late and self._is_overtaken(run, step):
+                log.error("%s: step %s is given up: another node never wrote its part of it", self._job, step)
+                run.awaited.discard(step)
+                self._give_up(run, step)
+                return
+            await asyncio.sleep(pause)
+            pause = min(_POLL_SECONDS[1], pause * 2)
+
+    async def find(self, run: Run, step: int, tell: Callable[[str], None]) -> float | None:
+        """When a step was committed of which this node holds nothing (Unix seconds), or None if it was not; `tell`
+        hears why it is not known yet.
+
+        Raises PersisterLost, RequestFailed when the agent ends.
+        """
+        answer = await self._persister.insist("commit", tell, step=step, run=run.flow.run, may_write=False)
+        return answer["time"] if answer["committed"] else None
+
+    async def supersede_after(self, run: Run, step: int) -> tuple[int, ...]:
+        """Rolls the job back to the step that the run goes on from; returns the superseded ones.
+
+        Nothing of the run is committed meanwhile: its steps must not meet those of another history.
+        """
+
+        def tell(reason: str) -> None:
+            log.warning("%s: steps above %s are not superseded yet: %s", self._job, step, reason)
+
+        run.may_commit.clear()
+        try:
+            answer = await self._persister.insist("supersede", tell, step=step, run=run.flow.run)
+        finally:
+            run.may_commit.set()
+        if answer["steps"]:
+            log.warning("%s: steps %s are superseded: training goes on from step %s", self._job, answer["steps"], step)
+        return tuple(answer["steps"])
+
+    def _is_overtaken(self, run: Run, step: int) -> bool:
+        """Whether training stands on something newer than a step that not all nodes have persisted."""
+        newer = (other.persisted_step for other in self._runs.values() if other.persisted_step is not None)
+        return max(newer, default=step) > step or not self._is_newest(run)
+
+    def _is_newest(self, run: Run) -> bool:
+        return max(self._runs, key=attempt_of) == run.flow.run
+
+    def _committed(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
+        run.flow.committed(step)
+        run.awaited.discard(step)
+        run.count_commit(step, answer["time"], answer["size"])
+        self._metrics.committed()
+        run.push(Committed(step=step, committed_time=answer["time"]))
+        self._changed(True)
+        if run.leads:
+            saved_time = run.saved.get(step, (answer["time"], 0))[0]
+            self._history.note(run.history_row(step, "Committed", answer["time"] - saved_time, answer["size"]))
+            if self._is_newest(run):
+                self._tasks.start(self._retain(run, step), "retention")
+
+    async def _retain(self, run: Run, step: int) -> None:
+        """After a commit; cannot harm what is committed."""
+        try:
+            restored = {session.restored_step for session in run.sessions.values()}
+            protected = sorted({step for step in (run.resume_step, *restored) if step})
+            await self._persister.request("retain", run=run.flow.run, max_to_keep=run.max_to_keep, protected=protected)
+        except (PersisterLost, RequestFailed) as error:
+            log.warning("%s: after the commit of step %s: %s", self._job, step, error)
+
+    def _failed(self, run: Run, step: int, error: PersisterLost | RequestFailed) -> None:
+        reason = self._persister.why(error)
+        if step not in run.commit_failures:
+            log.error("%s: step %s was not committed: %s", self._job, step, reason)
+        run.commit_failures[step] = f"step {step} is persisted but not committed: {reason}"
+        self._metrics.failed(error.kind if isinstance(error, RequestFailed) else "PersisterLost")
+        run.push(PersistFailed(step=step, reason=reason))
+        self._changed(False)
