@@ -17,6 +17,12 @@ from stepfast_operator.record import ConditionType, FailedReason, State, Status
 MakeWorld = Callable[..., Any]
 
 
+def _flushed(world: Any) -> None:
+    """Until what the failed attempt staged is no longer waited for."""
+    while world.status.current.flushed_time is None:
+        world.turn()
+
+
 def test_staged_steps_of_the_failed_run_are_flushed_before_the_resume_step_is_fixed(
     make_world: MakeWorld,
 ) -> None:
@@ -54,10 +60,11 @@ def test_step_whose_other_parts_nobody_will_write_is_not_waited_for_until_the_fl
     world.is_commit_held = True
     world.fail()
     began = world.now
-    world.relaunched()
+    _flushed(world)
     assert flush.COMMIT_SECONDS <= world.now - began < flush.COMMIT_SECONDS + 5
-    assert world.launch_of(2).resume_step == 10
     assert not world.status.current.flush_timed_out, "nothing was left that waiting would have saved"
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 10
     assert world.status.recoveries[0].steps_lost == 20
 
 
@@ -112,8 +119,7 @@ def test_flush_is_bounded_when_the_storage_does_not_take_it(make_world: MakeWorl
     world.is_storage_down = True
     world.fail()
     began = world.now
-    while world.status.current.flushed_time is None:
-        world.turn()
+    _flushed(world)
     assert 5 <= world.status.current.flushed_time - began < 6
     assert world.status.current.flush_timed_out
     world.is_storage_down = False
@@ -161,11 +167,32 @@ def test_success_whose_last_step_the_storage_does_not_take_is_no_success(make_wo
     assert exit_code_of(world.status) == 1
 
 
-def test_success_waits_in_vain_for_no_step_that_a_committed_one_has_overtaken(make_world: MakeWorld) -> None:
+def test_error_of_a_step_that_was_given_up_holds_nobody_up(make_world: MakeWorld) -> None:
     world = make_world()
     world.start(staged=30)
     world.persist("uid-1")
+    observe = world.observe
+
+    async def with_error(status: Status) -> Observed:
+        observed = await observe(status)
+        reports = [replace(report, persist_error="step 20: its slot was damaged") for report in observed.reports]
+        return replace(observed, reports=reports)
+
+    world.observe = with_error
+    began = world.now
     world.succeed()
+    world.relaunched()
+    assert world.status.state == State.COMPLETE
+    assert world.now - began < 1
+
+
+@pytest.mark.parametrize("end", ["success", "failure"])
+def test_nobody_waits_for_the_part_of_a_step_that_a_committed_one_has_overtaken(
+    make_world: MakeWorld, end: str
+) -> None:
+    world = make_world()
+    world.start(staged=30)
+    world.persist("uid-1")
     observe = world.observe
 
     async def with_lone_part(status: Status) -> Observed:
@@ -174,9 +201,17 @@ def test_success_waits_in_vain_for_no_step_that_a_committed_one_has_overtaken(ma
 
     world.observe = with_lone_part
     began = world.now
-    world.relaunched()
-    assert world.status.state == State.COMPLETE
-    assert world.now - began < flush.COMMIT_SECONDS + 5
+    if end == "success":
+        world.succeed()
+        world.relaunched()
+        assert world.status.state == State.COMPLETE
+    else:
+        world.fail()
+        _flushed(world)
+        assert not world.status.current.flush_timed_out
+        world.relaunched()
+        assert world.launch_of(2).resume_step == 30
+    assert world.now - began < flush.COMMIT_SECONDS
 
 
 def test_success_whose_last_part_lacks_the_others_is_no_success(make_world: MakeWorld) -> None:

@@ -178,6 +178,8 @@ class Observed:
 
     def is_rest_overtaken(self, run: str) -> bool:
         """Whether nothing is pending of the run but parts of steps older than what the same launch has committed."""
+        if not self.has_pending(run):
+            return True
         reports = self.all_reports_of(run)
         committed = _committed_steps(reports)
         return self.has_only_commits_left(run) and all(

@@ -268,9 +268,9 @@ class Agent:
         if room.is_living:
             return False
         uids = {name.rpartition("-")[0] for name in room.runs}
-        if not room.is_idle and run.rpartition("-")[0] in uids:
+        if not room.waits_for_others and run.rpartition("-")[0] in uids:
             return False
-        if not room.is_idle:
+        if not room.waits_for_others:
             log.error("%s: steps of an earlier job of that name are given up, unpersisted", room.job)
         return True
 

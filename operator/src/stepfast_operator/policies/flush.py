@@ -46,9 +46,7 @@ def flush(observed: Observed, attempt: Attempt, since: float) -> Decision | None
     if observed.awaited_agents:
         why = f"the agents of {', '.join(observed.awaited_agents)} have yet to say what is left"
         return Decision(actions=(ask, wait), why=why)
-    if not observed.has_pending(attempt.run) or observed.is_rest_overtaken(attempt.run):
-        return None
-    if _is_given_up(observed, attempt):
+    if observed.is_rest_overtaken(attempt.run) or _is_given_up(observed, attempt):
         return None
     if observed.has_only_commits_left(attempt.run) and attempt.parts_written_time is None:
         return Decision(actions=(NotePartsWritten(), wait), why="what is staged is written and yet to be committed")
@@ -67,7 +65,7 @@ def is_left(observed: Observed, attempt: Attempt) -> bool:
     """Whether something of the run may be in memory alone when the time to flush it is over."""
     if observed.agent in _SILENT or observed.awaited_agents:
         return not observed.has_all_committed(attempt.run)
-    return observed.has_pending(attempt.run) and not _is_given_up(observed, attempt)
+    return not (observed.is_rest_overtaken(attempt.run) or _is_given_up(observed, attempt))
 
 
 def may_hold_more(observed: Observed, attempt: Attempt) -> bool:
