@@ -139,6 +139,18 @@ def test_step_that_the_gang_gave_up_is_pending_while_somebody_waits_for_it() -> 
     assert flow.pending_steps() == [1]
 
 
+def test_step_that_the_gang_gave_up_is_pending_again_once_everything_is_flushed() -> None:
+    flow = flow_of(1)
+    for step in (1, 2):
+        stage(flow, 0, step)
+    flow.persisted(1)
+    flow.reserve(0, (1,))
+    flow.flush()
+    assert 1 in flow.pending_steps()
+    flow.reserve(0, (1,))
+    assert 1 in flow.pending_steps(), "a flush needs no decision"
+
+
 def test_newest_whole_step_is_not_dropped_whatever_is_decided() -> None:
     flow = flow_of(1, slots=2)
     stage(flow, 0, 1)

@@ -219,7 +219,8 @@ def test_lag_in_seconds_is_the_training_that_is_not_persisted(make_world: MakeWo
     world.settle()
     checkpoint = document(world)["checkpoint"]
     assert (checkpoint["persistLagSteps"], checkpoint["persistLagSeconds"]) == (50, pytest.approx(50, rel=0.1))
-    world.steps[40] = world.now
+    world.stage(40)
+    world.persist("uid-1")
     world.settle()
     checkpoint = document(world)["checkpoint"]
     assert (checkpoint["persistLagSteps"], checkpoint["persistLagSeconds"]) == (10, pytest.approx(10, rel=0.1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -177,18 +178,18 @@ class Observed:
         return not any(report.pending_bytes > 0 or report.persist_error for report in self.all_reports_of(run))
 
     def is_rest_overtaken(self, run: str) -> bool:
-        """Whether nothing is pending of the run but parts of steps older than what the same launch has committed."""
+        """Whether nothing is pending of the run but parts of steps behind what it has committed."""
         if not self.has_pending(run):
             return True
         reports = self.all_reports_of(run)
-        committed = _committed_steps(reports)
+        settled = _settled_steps(reports)
         return self.has_only_commits_left(run) and all(
-            step < committed.get(report.run, 0) for report in reports for step in report.pending_steps
+            step <= settled[report.run] for report in reports for step in report.pending_steps
         )
 
     def is_rest_hopeless(self, run: str) -> bool:
-        """Whether the reports prove that no pending step will ever be whole: all ranks are gone, and of each such step
-        some node has neither written its part nor anything left to write it from.
+        """Whether no pending step is likely to become whole: all ranks are gone, and of each such step some node knows
+        neither of its part nor of anything left to write it from.
         """
         launches: dict[str, list[JobStatus]] = {}
         for report in self.all_reports_of(run):
@@ -208,9 +209,9 @@ class Observed:
         if not 0 < world_size <= len(ended) or not self.is_rest_overtaken(run):
             return False
         reports = self.all_reports_of(run)
-        committed = _committed_steps(reports)
+        settled = _settled_steps(reports)
         held = [report for report in reports if report.latest_memory_step is not None]
-        return all((report.latest_memory_step or 0) <= committed.get(report.run, -1) for report in held)
+        return all((report.latest_memory_step or 0) <= settled[report.run] for report in held)
 
 
 def _pending_steps(reports: Iterable[JobStatus]) -> set[int]:
@@ -227,11 +228,13 @@ def _is_hopeless(step: int, reports: Sequence[JobStatus]) -> bool:
     return any(step not in report.pending_steps and (report.latest_persisted_step or 0) < step for report in reports)
 
 
-def _committed_steps(reports: Iterable[JobStatus]) -> dict[str, int]:
-    """The newest committed step by launch: after an in-place restart the ranks may have gone back."""
-    committed: dict[str, int] = {}
+def _settled_steps(reports: Iterable[JobStatus]) -> dict[str, float]:
+    """By launch, the step up to which nothing is missing from the storage that anybody would go on from: the newest
+    committed one, or any (infinity) once a later launch, after an in-place restart, has committed some.
+    """
+    committed: dict[str, float] = {}
     for report in reports:
         known = report.latest_persisted_step
-        if known is not None:
-            committed[report.run] = max(known, committed.get(report.run, known))
-    return committed
+        committed[report.run] = max(-1 if known is None else known, committed.get(report.run, -1))
+    last = max((split_run(run)[1] for run, step in committed.items() if step >= 0), default=0)
+    return {run: math.inf if split_run(run)[1] < last else step for run, step in committed.items()}

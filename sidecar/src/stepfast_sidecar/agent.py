@@ -18,7 +18,7 @@ from typing import assert_never
 from stepfast.errors import ProtocolError
 from stepfast.nodestatus import NodeStatus, to_document
 from stepfast.protocol import Hello, SaveRequested, Status
-from stepfast.step import JobKey, attempt_of
+from stepfast.step import JobKey
 from stepfast_sidecar.checkpointnode import Action, CheckpointNodeWriter, NodeRequest
 from stepfast_sidecar.cluster import checkpoint_node_writer, serve_kubelet
 from stepfast_sidecar.config import Config
@@ -257,7 +257,7 @@ class Agent:
         room = self._room(job, hello.storage_uri, credentials)
         if room.storage_uri != hello.storage_uri:
             raise ProtocolError(f"job {job} is on this node with the storage {room.storage_uri}")
-        if attempt_of(hello.run) >= max(map(attempt_of, room.runs), default=0):
+        if hello.run not in room.runs or hello.run == next(reversed(room.runs)):
             room.use_credentials(credentials)
         return room
 

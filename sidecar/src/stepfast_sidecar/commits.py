@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stepfast.protocol import Committed, PersistFailed
-from stepfast.step import JobKey, attempt_of
+from stepfast.step import JobKey
 from stepfast_sidecar.history import History
 from stepfast_sidecar.metrics import Metrics
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
@@ -21,7 +21,7 @@ from stepfast_sidecar.tasks import Tasks
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = (0.05, 2.0)  # the first and the longest pause while other nodes' parts are waited for
-_GRACE_SECONDS = 5.0  # how long agents other than rank 0's leave the manifest to it
+_GRACE_SECONDS = 5.0  # how long agents other than rank 0's leave the manifest to it, while training goes on
 
 
 class Commits:
@@ -30,7 +30,7 @@ class Commits:
     def __init__(
         self,
         job: JobKey,
-        runs: Mapping[str, Run],
+        runs: dict[str, Run],
         persister: PersisterProcess,
         *,
         patience_seconds: float,
@@ -40,7 +40,9 @@ class Commits:
         give_up: Callable[[Run, int], None],
         changed: Callable[[bool], None],
     ) -> None:
-        """`give_up` is called with a step that nobody completes any more, after `patience_seconds`."""
+        """`runs`: the newest last. `give_up` is called with a step that nobody completes any more, after
+        `patience_seconds`.
+        """
         self._job, self._runs, self._persister = job, runs, persister
         self._patience_seconds = patience_seconds
         self._tasks, self._history, self._metrics = tasks, history, metrics
@@ -56,10 +58,9 @@ class Commits:
         begin, failures, pause = time.monotonic(), 0, _POLL_SECONDS[0]
         while True:
             waited = time.monotonic() - begin
+            may_write = run.leads or run.is_over or waited > _GRACE_SECONDS
             try:
-                answer = await self._persister.request(
-                    "commit", step=step, run=run.flow.run, may_write=run.leads or waited > _GRACE_SECONDS
-                )
+                answer = await self._persister.request("commit", step=step, run=run.flow.run, may_write=may_write)
             except (PersisterLost, RequestFailed) as error:
                 if self._persister.is_closed:
                     return
@@ -111,12 +112,13 @@ class Commits:
         return tuple(answer["steps"])
 
     def _is_overtaken(self, run: Run, step: int) -> bool:
-        """Whether training stands on something newer than a step that not all nodes have persisted."""
-        newer = (other.persisted_step for other in self._runs.values() if other.persisted_step is not None)
-        return max(newer, default=step) > step or not self._is_newest(run)
+        """Whether training stands on something newer than a step that not all nodes have persisted. What an earlier run
+        committed is no such thing: this one may have gone back behind it.
+        """
+        return not self._is_newest(run) or (run.persisted_step or 0) > step
 
     def _is_newest(self, run: Run) -> bool:
-        return max(self._runs, key=attempt_of) == run.flow.run
+        return next(reversed(self._runs)) == run.flow.run
 
     def _committed(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
         run.flow.committed(step)

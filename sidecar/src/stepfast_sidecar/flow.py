@@ -140,14 +140,14 @@ class RunFlow:
 
     def _drop(self, step: int) -> list[Effect]:
         """Gives the step up as the gang decided, unless somebody needs it: then the decision came too late."""
-        if step in self._wanted:
+        if self._flushing or step in self._wanted:
             return []
         state = self._steps.get(step)
         if state is not None and (state.persisting or state.parted):
             state.given_up = True
             return []
         held = list(self._of_step(step))
-        if self._flushing or not any(h.due for h in held):
+        if not any(h.due for h in held):
             return []
         if any(h.held is not Held.STAGED or self._is_newest(h) for h in held):
             return []
@@ -283,8 +283,10 @@ class RunFlow:
         return self._next()
 
     def flush(self) -> list[Effect]:
-        """Everything held is due, also what will still be staged."""
+        """Everything held is due, also what will still be staged, and nothing is given up any more."""
         self._flushing = True
+        for state in self._steps.values():
+            state.given_up = False
         for key, holding in self.holdings.items():
             if holding.held is Held.STAGED:
                 self.holdings[key] = replace(holding, due=True)

@@ -14,7 +14,7 @@ from stepfast.layout import job_folder
 from stepfast.nodestatus import JobStatus
 from stepfast.protocol import Committed, Dropped, Hello, PersistFailed
 from stepfast.slot import SlotRecord, SlotState
-from stepfast.step import JobKey, attempt_of
+from stepfast.step import JobKey
 from stepfast_sidecar.commits import Commits
 from stepfast_sidecar.config import Config
 from stepfast_sidecar.flow import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow, RunFlow
@@ -49,7 +49,7 @@ class Room:
     ) -> None:
         self.job = job
         self.storage_uri, self.credentials = storage_uri, credentials
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, Run] = {}  # the newest last
         self.slots = JobSlots(job, memory, self.runs)
         self._config, self._memory, self._metrics = config, memory, metrics
         self._changed = changed  # called with True when the change must be published at once
@@ -121,6 +121,7 @@ class Room:
 
     def adopt(self, slots: Mapping[int, list[SlotFile]], local_world_sizes: Mapping[str, object]) -> None:
         """Takes over what an earlier agent left: what was staged is persisted, what was persisted may be restored."""
+        found: list[tuple[SlotFile, SlotRecord, SlotState]] = []
         for rank, files in slots.items():
             mine = self.slots.of(rank)
             for file in files:
@@ -131,11 +132,15 @@ class Room:
                     continue
                 if record.window_bytes < record.file_bytes or misfit(record, file.capacity_bytes) is not None:
                     continue
-                run = self.runs.setdefault(record.run, Run(flow=RunFlow(record.run, 0), world_size=record.world_size))
-                run.saved[record.step] = (record.saved_time, 0)
-                held = Held.PERSISTED if page.state is SlotState.PERSISTED else Held.STAGED
-                holding = Holding(rank=rank, slot=file.index, held=held, seq=record.seq, record=record, due=record.due)
-                run.flow.adopt(holding, parted=held is Held.PERSISTED)
+                found.append((file, record, page.state))
+        for file, record, state in sorted(found, key=lambda one: one[1].saved_time):  # the newest run comes last
+            run = self.runs.setdefault(record.run, Run(flow=RunFlow(record.run, 0), world_size=record.world_size))
+            run.saved[record.step] = (record.saved_time, 0)
+            held = Held.PERSISTED if state is SlotState.PERSISTED else Held.STAGED
+            holding = Holding(
+                rank=record.rank, slot=file.index, held=held, seq=record.seq, record=record, due=record.due
+            )
+            run.flow.adopt(holding, parted=held is Held.PERSISTED)
         for name, run in self.runs.items():
             # How many ranks this node had, until they say so themselves.
             size = local_world_sizes.get(name)
@@ -350,8 +355,7 @@ class Room:
 
     def status(self) -> list[JobStatus]:
         """The newest runs, for the node's status."""
-        newest = sorted(self.runs, key=attempt_of)[-2:]
-        return [self.runs[run].status(self.job) for run in newest]
+        return [run.status(self.job) for run in list(self.runs.values())[-2:]]
 
     @property
     def is_living(self) -> bool:

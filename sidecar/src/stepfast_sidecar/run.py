@@ -142,7 +142,7 @@ class Run:
         if self.persisted_step is not None and step < self.persisted_step:
             return
         self.persisted_step, self.persisted_time, self.persisted_bytes = step, committed_time, size_bytes
-        pending = set(self.flow.pending_steps())
+        pending = {*self.flow.pending_steps(), *self.flow.uncommitted_parts()}
         for noted in (self.saved, self.stalls):
             for old in [s for s in noted if s < step and s not in pending]:
                 del noted[old]

@@ -64,6 +64,7 @@ class FakeBackend:
         self.staged: dict[str, list[int]] = {}  # by run: staged, not yet persisted
         self.staged_not_due: dict[str, list[int]] = {}  # by run: staged; reported once a flush asked for it
         self.parted: dict[str, list[int]] = {}  # by run: persisted, not yet committed
+        self.committed: dict[str, int] = {}  # by run: the newest step that it committed
         self.is_commit_held = False  # parts are written, manifests are not
         self.final: dict[str, int] = {}
         self.launches: list[LaunchGang] = []
@@ -114,7 +115,10 @@ class FakeBackend:
         """What is staged of the run becomes committed, or stays half-way while commits are held."""
         self.parted.setdefault(run, []).extend(self.staged.pop(run, []))
         if not self.is_commit_held:
-            self.steps.update(dict.fromkeys(self.parted.pop(run), self.now))
+            steps = self.parted.pop(run)
+            self.steps.update(dict.fromkeys(steps, self.now))
+            if steps:
+                self.committed[run] = max([*steps, self.committed.get(run, 0)])
 
     def fail(self, rank: int = 1, exit_code: int = 1) -> None:
         """A rank fails, and its launcher says so."""
@@ -273,7 +277,7 @@ class FakeBackend:
         return [self._report(run, known) for run, known in zip(self._launches(gang.run), ranks, strict=True)]
 
     def _report(self, run: str, ranks: Mapping[int, RankStatus]) -> JobStatus:
-        staged, parted = self.staged.get(run, []), self.parted.get(run, [])
+        staged, parted, committed = self.staged.get(run, []), self.parted.get(run, []), self.committed.get(run)
         return JobStatus(
             job=self.job,
             run=run,
@@ -281,8 +285,8 @@ class FakeBackend:
             ranks=tuple(ranks.values()),
             saves=SaveStatus(),
             latest_memory_step=max([*parted, *staged], default=None),
-            latest_persisted_step=max(self.steps, default=None),
-            latest_persisted_time=max(self.steps.values(), default=None),
+            latest_persisted_step=committed,
+            latest_persisted_time=self.steps.get(committed) if committed is not None else None,
             pending_bytes=STEP_BYTES * len(staged),
             pending_steps=(*parted, *staged),
             final_step=self.final.get(run),

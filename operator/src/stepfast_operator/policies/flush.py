@@ -19,6 +19,9 @@ _POLL_SECONDS = 0.25
 _ASK_SECONDS = 5.0
 # By then the agent of rank 0 has committed whatever is whole, or another agent has in its place.
 COMMIT_SECONDS = 10.0
+# By then, when all ranks are gone, whichever agent found all parts written has: an agent that was started meanwhile may
+# not know of its own.
+HOPELESS_SECONDS = 4.0
 _SILENT = (AgentState.GONE, AgentState.STARTING)
 
 
@@ -58,7 +61,8 @@ def _is_given_up(observed: Observed, attempt: Attempt) -> bool:
     written = attempt.parts_written_time
     if written is None or not observed.has_only_commits_left(attempt.run):
         return False
-    return observed.is_rest_hopeless(attempt.run) or observed.now - waiting_since(observed, written) >= COMMIT_SECONDS
+    enough = HOPELESS_SECONDS if observed.is_rest_hopeless(attempt.run) else COMMIT_SECONDS
+    return observed.now - waiting_since(observed, written) >= enough
 
 
 def is_left(observed: Observed, attempt: Attempt) -> bool:
@@ -84,7 +88,7 @@ def describe_unpersisted(observed: Observed, attempt: Attempt) -> str:
     reports = observed.all_reports_of(attempt.run)
     steps = sorted({step for report in reports for step in report.pending_steps})
     which = f"step {steps[-1]} is" if steps else "the last steps may be"
-    if steps and observed.has_only_commits_left(attempt.run):
+    if steps and _is_given_up(observed, attempt):
         return f"training succeeded, but step {steps[-1]} is not whole in the storage: a node did not write its part"
     is_here = observed.generation is None  # on one machine
     later = "the same command persists what is left before all else" if is_here else "the nodes' agents go on trying"
