@@ -12,7 +12,8 @@ import pytest
 from stepfast_operator.actions import LaunchGang, StartAgent, StopGang, StopMode
 from stepfast_operator.backends.fake import FakeGang
 from stepfast_operator.document import decode, encode
-from stepfast_operator.observed import AgentState, DeadRank, Observed, WorkerPhase
+from stepfast_operator.observed import AgentState, DeadRank, Failure, Observed, WorkerPhase
+from stepfast_operator.policies import restart
 from stepfast_operator.record import Cause, ConditionType, FailedReason, State, Status
 
 MakeWorld = Callable[..., Any]
@@ -223,3 +224,31 @@ def test_recovery_keeps_the_times_of_its_phases(make_world: MakeWorld) -> None:
     assert (recovery.step_before, recovery.resumed_from_step, recovery.steps_lost) == (8, 6, 2)
     assert recovery.duration_seconds == pytest.approx(recovery.resumed_time - failed)
     assert 0 <= (world.status.goodput_ratio or 0) <= 1
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["its-pod-tells", "its-pod-stays-silent"])
+def test_cause_is_what_the_first_rank_died_of_though_the_pod_of_another_tells_first(
+    make_world: MakeWorld, is_told: bool
+) -> None:
+    world = make_world(trainer={"command": ["torchrun", "train.py"], "numNodes": 2})
+    world.start(staged=10)
+    died = world.now
+    first = DeadRank(rank=1, node="node-1", ended_time=died, run="uid-1")
+    observe = world.observe
+
+    async def with_untold(status: Status) -> Observed:
+        return replace(await observe(status), untold_ranks=[first])
+
+    world.observe = with_untold
+    world.advance(0.2)
+    world.fail(rank=0)
+    world.turn()
+    assert world.status.last_failure is None
+    if is_told:
+        world.gang.phases[1] = WorkerPhase.FAILED
+        world.gang.failures[1] = Failure(cause=Cause.OOM_KILLED, time=died, node="node-1", rank=1, exit_code=137)
+    while world.status.last_failure is None:
+        world.turn()
+    failure = world.status.last_failure
+    assert (failure.reason, failure.rank) == ((Cause.OOM_KILLED, 1) if is_told else (Cause.RANK_FAILED, 0))
+    assert world.now - died <= restart.UNTOLD_SECONDS + 0.1

@@ -121,6 +121,7 @@ class Observed:
     job that still have a living process or pod. `reports` are the agents' views of this job's runs, one for each node
     and run; those of nodes that are lost are left out: nobody waits for what they hold. `awaited_agents` names the
     nodes whose agents have yet to answer the last FlushRun or RequestSave: what they report is older than it.
+    `dead_ranks` are dead beyond doubt; `untold_ranks` those whose pods may soon tell more than the agents have.
     `began_time` is when this operator (this `stepfast run`) began to look: what was due before it nobody could do.
     `command` names the command that asks for `resumeFromStep`, unlike any before it; None when the manifest does.
     `committed` is None until a decision asked to read it; `storage_error` says in a line why reading failed, and
@@ -139,6 +140,7 @@ class Observed:
     reports: Sequence[JobStatus] = ()
     awaited_agents: tuple[str, ...] = ()
     dead_ranks: Sequence[DeadRank] = ()
+    untold_ranks: Sequence[DeadRank] = ()
     committed: Sequence[Committed] | None = None
     storage_error: str | None = None
     is_storage_forbidden: bool = False

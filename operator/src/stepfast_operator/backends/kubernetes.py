@@ -36,7 +36,6 @@ from stepfast_operator.names import is_run_of
 from stepfast_operator.observed import (
     AgentState,
     Committed,
-    DeadRank,
     Gang,
     Intent,
     Observed,
@@ -111,6 +110,7 @@ class KubernetesBackend:
         pods = self._pods()
         reports = [report for report in self._view.reports_of(self._job.job) if self._view.is_ready(report.node)]
         current = status.current
+        dead = [rank for report in reports for rank in dead_ranks_of(report.node, self._own(report))]
         return Observed(
             now=now,
             job=self._job.job,
@@ -123,7 +123,8 @@ class KubernetesBackend:
             agent=self._agents(current, pods, reports),
             reports=[job for report in reports for job in self._own(report)],
             awaited_agents=self._awaited(),
-            dead_ranks=self._dead_ranks(current, reports, now),
+            dead_ranks=[rank for rank in dead if now - rank.ended_time >= _DEAD_RANK_PATIENCE_SECONDS],
+            untold_ranks=[rank for rank in dead if now - rank.ended_time < _DEAD_RANK_PATIENCE_SECONDS],
             began_time=self._cluster.began_time,
             command=self._job.manifest.command,
             storage_uri=self._job_storage().job_uri,
@@ -294,12 +295,6 @@ class KubernetesBackend:
             for node, report in reports.items()
             if report is not None and report.observed_generation < self._asked[node]
         )
-
-    def _dead_ranks(self, current: Attempt | None, reports: Sequence[NodeReport], now: float) -> list[DeadRank]:
-        if current is None:
-            return []
-        dead = [rank for report in reports for rank in dead_ranks_of(report.node, self._own(report))]
-        return [rank for rank in dead if now - rank.ended_time >= _DEAD_RANK_PATIENCE_SECONDS]
 
     def _job_storage(self) -> JobStorage:
         uri = self._job.spec.checkpoint.storage_uri or self._cluster.storage_root

@@ -18,6 +18,8 @@ from stepfast_operator.spec import Backoff, FailurePolicy, Rule, RuleAction
 # torchrun tells the exit code within milliseconds; only when it cannot is the agent's word alone taken for a
 # death.
 DEAD_RANK_GRACE_SECONDS = 2.0
+# Within this its kubelet has told of what a rank died whose peers failed because of it.
+UNTOLD_SECONDS = 3.0
 
 # Not the training's fault: neither counted nor backed off.
 UNCOUNTED = frozenset({Cause.SUPERVISOR_RESTARTED, Cause.SUSPENDED})
@@ -47,7 +49,8 @@ def failure_of(observed: Observed) -> Failure | None:
     """The first failure of the current gang, if any: the first failed rank ends the attempt for all."""
     failures = [_dated(observed, failure) for failure in _worker_failures(observed)]
     if failures:
-        return min(failures, key=lambda failure: failure.time)
+        earliest = min(failures, key=lambda failure: failure.time)
+        return None if _untold(observed, earliest.time) else earliest
     dead = [rank for rank in _dead_ranks(observed) if observed.now - rank.ended_time >= DEAD_RANK_GRACE_SECONDS]
     if not dead:
         return None
@@ -61,9 +64,29 @@ def failure_of(observed: Observed) -> Failure | None:
     )
 
 
+def _untold(observed: Observed, time: float) -> list[DeadRank]:
+    """The ranks that died before that time, a moment ago, in pods that have yet to say of what: what is known by then
+    may be no more than how their peers took it.
+    """
+    current, gang = observed.status.current, observed.gang
+    if current is None or gang is None:
+        return []
+    silent = {worker.node for worker in gang.workers if worker.failure is None and worker.phase is WorkerPhase.RUNNING}
+    newest = observed.newest_run(current.run)
+    return [
+        rank
+        for rank in observed.untold_ranks
+        if rank.run == newest
+        and rank.node in silent
+        and rank.ended_time < time
+        and observed.now - rank.ended_time < UNTOLD_SECONDS
+    ]
+
+
 def next_check_seconds(observed: Observed) -> float | None:
-    """When a dead rank, of which nothing else is known yet, becomes a failure."""
+    """When a dead rank, of which nothing else is known yet, becomes a failure, or is waited for no more."""
     waits = [rank.ended_time + DEAD_RANK_GRACE_SECONDS - observed.now for rank in _dead_ranks(observed)]
+    waits += [rank.ended_time + UNTOLD_SECONDS - observed.now for rank in _untold(observed, observed.now)]
     return max(0.0, min(waits)) if waits else None
 
 
