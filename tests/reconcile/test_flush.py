@@ -68,19 +68,25 @@ def test_step_whose_other_parts_nobody_will_write_is_not_waited_for_until_the_fl
     assert world.status.recoveries[0].steps_lost == 20
 
 
-def _as_two_nodes(world: Any, second: dict[str, Any], *, alive: bool) -> None:
-    """Each rank's node reports for itself from now on; the second node, of which rank 1 is, as told."""
+def _change_reports(world: Any, change: Callable[[JobStatus], list[JobStatus]]) -> None:
+    """From now on the agents report what becomes of each report."""
     observe = world.observe
 
-    async def observe_both(status: Status) -> Observed:
+    async def observe_changed(status: Status) -> Observed:
         observed = await observe(status)
-        reports = []
-        for report in observed.reports:
-            first, last = report.ranks[:1], [replace(rank, alive=alive) for rank in report.ranks[1:]]
-            reports += [replace(report, ranks=first), replace(report, ranks=tuple(last), **second)]
-        return replace(observed, reports=reports)
+        return replace(observed, reports=[changed for report in observed.reports for changed in change(report)])
 
-    world.observe = observe_both
+    world.observe = observe_changed
+
+
+def _as_two_nodes(world: Any, second: dict[str, Any], *, alive: bool) -> None:
+    """Each rank's node reports for itself from now on; the second node, of which rank 1 is, as told."""
+
+    def split(report: JobStatus) -> list[JobStatus]:
+        first, last = report.ranks[:1], tuple(replace(rank, alive=alive) for rank in report.ranks[1:])
+        return [replace(report, ranks=first), replace(report, ranks=last, **second)]
+
+    _change_reports(world, split)
 
 
 @pytest.mark.parametrize(
@@ -172,14 +178,7 @@ def test_error_of_a_step_that_was_given_up_holds_nobody_up(make_world: MakeWorld
     world = make_world()
     world.start(staged=30)
     world.persist("uid-1")
-    observe = world.observe
-
-    async def with_error(status: Status) -> Observed:
-        observed = await observe(status)
-        reports = [replace(report, persist_error="step 20: its slot was damaged") for report in observed.reports]
-        return replace(observed, reports=reports)
-
-    world.observe = with_error
+    _change_reports(world, lambda report: [replace(report, persist_error="step 20: its slot was damaged")])
     began = world.now
     world.succeed()
     world.relaunched()
@@ -195,13 +194,7 @@ def test_nobody_waits_for_the_part_of_a_step_that_a_committed_one_has_overtaken(
     world = make_world()
     world.start(staged=30)
     world.persist("uid-1")
-    observe = world.observe
-
-    async def with_lone_part(status: Status) -> Observed:
-        observed = await observe(status)
-        return replace(observed, reports=[replace(report, pending_steps=(lone,)) for report in observed.reports])
-
-    world.observe = with_lone_part
+    _change_reports(world, lambda report: [replace(report, pending_steps=(lone,))])
     began = world.now
     if end == "success":
         world.succeed()
@@ -226,15 +219,12 @@ def test_part_that_was_left_behind_by_an_in_place_restart_fails_no_job(make_worl
     world.settle()
     world.make_step(40)
     world.stage(40)
-    observe = world.observe
 
-    async def with_lone_part(status: Status) -> Observed:
+    def with_lone_part(report: JobStatus) -> list[JobStatus]:
         """Of the launch before: the rank died before it staged its share."""
-        observed = await observe(status)
-        reports = [replace(r, pending_steps=(25,)) if r.run == "uid-1" else r for r in observed.reports]
-        return replace(observed, reports=reports)
+        return [replace(report, pending_steps=(25,)) if report.run == "uid-1" else report]
 
-    world.observe = with_lone_part
+    _change_reports(world, with_lone_part)
     world.succeed()
     world.relaunched()
     assert world.status.state == State.COMPLETE

@@ -196,7 +196,7 @@ class Observed:
         launches: dict[str, list[JobStatus]] = {}
         for report in self.all_reports_of(run):
             launches.setdefault(report.run, []).append(report)
-        return all(_is_hopeless(step, reports) for reports in launches.values() for step in _pending_steps(reports))
+        return all(_is_hopeless(step, reports) for reports in launches.values() for step in pending_steps(reports))
 
     def has_all_committed(self, run: str) -> bool:
         """Whether the reports prove that nothing of the run is in memory alone, though no agent may have told of
@@ -216,7 +216,8 @@ class Observed:
         return all((report.latest_memory_step or 0) <= settled[report.run] for report in held)
 
 
-def _pending_steps(reports: Iterable[JobStatus]) -> set[int]:
+def pending_steps(reports: Iterable[JobStatus]) -> set[int]:
+    """The steps that some of these agents still have to persist or to commit."""
     return {step for report in reports for step in report.pending_steps}
 
 

@@ -11,7 +11,7 @@ from stepfast_operator.actions import (
     RequeueAfter,
     StartAgent,
 )
-from stepfast_operator.observed import AgentState, Observed
+from stepfast_operator.observed import AgentState, Observed, pending_steps
 from stepfast_operator.record import Attempt
 
 _POLL_SECONDS = 0.25
@@ -86,7 +86,7 @@ def may_hold_more(observed: Observed, attempt: Attempt) -> bool:
 
 def describe_unpersisted(observed: Observed, attempt: Attempt) -> str:
     reports = observed.all_reports_of(attempt.run)
-    steps = sorted({step for report in reports for step in report.pending_steps})
+    steps = sorted(pending_steps(reports))
     which = f"step {steps[-1]} is" if steps else "the last steps may be"
     if steps and _is_given_up(observed, attempt):
         return f"training succeeded, but step {steps[-1]} is not whole in the storage: a node did not write its part"
