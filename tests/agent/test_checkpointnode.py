@@ -79,8 +79,11 @@ def test_what_matters_is_written(reporting_agent: Callable[..., Any], api: Any, 
 
     rank = agent.join()
     told(lambda job: job and job["ranks"][0]["alive"], "a rank joined")
-    rank.client.send(Restored(step=3, tier="Memory", seconds=0.1))
+    restored = time.time()
+    rank.client.send(Restored(step=3, tier="Memory", time=restored, seconds=0.1))
     told(lambda job: job["ranks"][0].get("restoredStep") == 3, "it restored")
+    told_time = parse_time(job_of(newest(api))["ranks"][0]["restoredTime"])
+    assert told_time == pytest.approx(restored, abs=1e-5), "by the rank's clock, as its steps are: none comes before it"
     rank.save(5)
     told(lambda job: job.get("latestPersistedStep") == 5 and not job["pendingSteps"], "a step is committed")
     rank.die()

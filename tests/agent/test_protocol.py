@@ -39,7 +39,7 @@ EXAMPLES: list[Message] = [
     protocol.Staged(slot=2, seq=7, stall_seconds=0.25),
     protocol.Skipped(step=5),
     Progress(step=5, time=1.5, metrics={"loss": 0.5}, total_steps=300),
-    protocol.Restored(step=5, tier="Memory", seconds=0.5),
+    protocol.Restored(step=5, tier="Memory", time=1.5, seconds=0.5),
     protocol.Steps(id=2),
     protocol.Supersede(id=2, step=-1),
     protocol.Fetch(id=3, path="global_step5/manifest.json", refresh=True),

@@ -40,7 +40,9 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     number = os.environ.get(BY_HAND)
     with loudly():
         if number is not None:
-            yield Cluster.open(int(number))
+            found = Cluster.open(int(number))
+            yield found
+            found.claim.leave()
             return
         check_machine()
         cluster = Cluster(Claim.take(), Binaries.find())

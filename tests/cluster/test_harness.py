@@ -21,6 +21,7 @@ from testcluster.cluster import Cluster
 from testcluster.controlplane import KubernetesClient
 from testcluster.images import PAUSE
 from testcluster.waiting import CommandFailed, wait_until
+from testjobs.gangs import made_pods, overlapping_gangs
 
 FOLDER = Path(__file__).parent
 
@@ -93,6 +94,22 @@ def test_a_service_address_is_answered_by_the_pod_behind_it(cluster: Cluster, na
         wait_for(cluster, namespace, name, "phase", "Running")
     ask = ("exec", "-n", namespace, "asker", "--", "/bin/busybox", "nc", "-w", "2", "hello", "80")
     wait_until("the Service answers", lambda: cluster.kubectl(*ask).strip() == "hello")
+
+
+def test_two_gangs_at_once_are_found_in_the_audit_log(cluster: Cluster, namespace: str) -> None:
+    def make(name: str, attempt: int) -> None:
+        document = pod(name, namespace, schedulerName="nobody")
+        document["metadata"]["labels"] = {"stepfast.dev/job-uid": namespace, "stepfast.dev/attempt": f"{attempt}"}
+        cluster.apply(document)
+
+    make("one", 1)
+    make("one-more", 1)
+    cluster.kubectl("delete", "pod", "one", "one-more", "-n", namespace)
+    make("two", 2)
+    assert overlapping_gangs(cluster.audit(), namespace) == []
+    make("three", 3)
+    assert overlapping_gangs(cluster.audit(), namespace) == ["three was made while two lived"]
+    assert made_pods(cluster.audit(), namespace) == ["one", "one-more", "two", "three"]
 
 
 def test_a_restricted_namespace_refuses_a_pod_with_a_host_path(cluster: Cluster, namespace: str) -> None:

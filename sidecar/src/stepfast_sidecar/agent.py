@@ -29,7 +29,7 @@ from stepfast_sidecar.memory import VOLUMES, MemoryTier
 from stepfast_sidecar.metrics import Metrics
 from stepfast_sidecar.reception import Reception
 from stepfast_sidecar.room import Room
-from stepfast_sidecar.run import Run, Session
+from stepfast_sidecar.run import Run, Session, newest_run
 from stepfast_sidecar.tasks import Tasks
 from stepfast_sidecar.tenants import StorageRules, launch_of
 from stepfast_sidecar.volumes import Volumes
@@ -257,7 +257,7 @@ class Agent:
         room = self._room(job, hello.storage_uri, credentials)
         if room.storage_uri != hello.storage_uri:
             raise ProtocolError(f"job {job} is on this node with the storage {room.storage_uri}")
-        if hello.run not in room.runs or hello.run == next(reversed(room.runs)):
+        if hello.run not in room.runs or hello.run == newest_run(room.runs):
             room.use_credentials(credentials)
         return room
 

@@ -15,7 +15,7 @@ from stepfast.step import JobKey
 from stepfast_sidecar.history import History
 from stepfast_sidecar.metrics import Metrics
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
-from stepfast_sidecar.run import Run
+from stepfast_sidecar.run import Run, newest_run
 from stepfast_sidecar.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class Commits:
         return not self._is_newest(run) or (run.persisted_step or 0) > step
 
     def _is_newest(self, run: Run) -> bool:
-        return next(reversed(self._runs)) == run.flow.run
+        return newest_run(self._runs) == run.flow.run
 
     def _committed(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
         run.flow.committed(step)

@@ -136,7 +136,7 @@ class _RankServer:
                 self._spawn(self._answering(message.id, self._fetch(message)))
             case Restored():
                 session.restored_step, session.restored_tier = message.step, message.tier
-                session.restored_time, session.restore_seconds = time.time(), message.seconds
+                session.restored_time, session.restore_seconds = message.time, message.seconds
                 self._agent.metrics.restored(message.tier, message.seconds)
                 self._agent.changed(True)
             case FinalSaved():

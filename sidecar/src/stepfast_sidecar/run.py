@@ -183,3 +183,8 @@ class Run:
             persist_error=self.persist_error,
             final_step=self.final_step,
         )  # fmt: skip
+
+
+def newest_run(runs: dict[str, Run]) -> str | None:
+    """Of a job's runs, in the order in which they came, the one whose ranks train: the last."""
+    return next(reversed(runs), None)

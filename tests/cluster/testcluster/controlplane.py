@@ -101,8 +101,9 @@ class ApiServer(KubernetesClient):
         return self.claim.folder / "logs" / "audit.jsonl"
 
     def audit(self) -> Iterator[dict[str, Any]]:
-        """Every request that the API server has answered, oldest first, as audit.k8s.io/v1 Events."""
-        for line in self.audit_log.read_text().splitlines():
+        """Every request that the API server has answered, as audit.k8s.io/v1 Events, in the order of their answers."""
+        # What follows the last line's end is being written: its request has no answer yet.
+        for line in self.audit_log.read_text().split("\n")[:-1]:
             yield json.loads(line)
 
     def start(self, identities: Sequence[Identity] = ()) -> None:

@@ -33,20 +33,17 @@ class PodEvent:
 
 
 def pod_events(events: Iterable[dict[str, Any]], uid: str) -> Iterator[PodEvent]:
-    """What happened to the pods of that job, oldest first; the same change may be told several times.
+    """What happened to the pods of that job, in that order; the same change may be told several times.
 
     A pod may run from its creation until the kubelet says that it has ended, or until its record is removed: by the
     kubelet once its containers are gone, or by force.
     """
-    for event in sorted(events, key=lambda event: str(event["stageTimestamp"])):
-        pod = event.get("responseObject") or {}
-        if event["stage"] != "ResponseComplete" or pod.get("kind") != "Pod" or event["responseStatus"]["code"] >= 300:
-            continue
-        labels = pod["metadata"].get("labels") or {}
-        if labels.get("stepfast.dev/job-uid") != uid:
-            continue
+    found = [event for event in events if _is_of_job(event, uid)]
+    # By revision: the answers to two clients may come in another order than the changes that they tell of.
+    for event in sorted(found, key=lambda event: int(event["responseObject"]["metadata"]["resourceVersion"])):
+        pod = event["responseObject"]
         time = datetime.fromisoformat(event["stageTimestamp"])
-        name, attempt = pod["metadata"]["name"], int(labels["stepfast.dev/attempt"])
+        name, attempt = pod["metadata"]["name"], int(pod["metadata"]["labels"]["stepfast.dev/attempt"])
         for change in _changes(event, pod):
             yield PodEvent(time=time, pod=name, attempt=attempt, change=change)
 
@@ -71,6 +68,14 @@ def overlapping_gangs(events: Iterable[dict[str, Any]], uid: str) -> list[str]:
 def made_pods(events: Iterable[dict[str, Any]], uid: str) -> list[str]:
     """The names of all pods that were ever made for that job, in order."""
     return [event.pod for event in pod_events(events, uid) if event.change is PodChange.MADE]
+
+
+def _is_of_job(event: dict[str, Any], uid: str) -> bool:
+    """Whether the request changed a pod of that job."""
+    pod = event.get("responseObject") or {}
+    if event["stage"] != "ResponseComplete" or pod.get("kind") != "Pod" or event["responseStatus"]["code"] >= 300:
+        return False
+    return (pod["metadata"].get("labels") or {}).get("stepfast.dev/job-uid") == uid
 
 
 def _changes(event: dict[str, Any], pod: dict[str, Any]) -> Iterator[PodChange]:

@@ -148,10 +148,11 @@ class Progress(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored(Message):
-    """This rank has restored the step (0: it starts fresh)."""
+    """This rank has restored the step (0: it starts fresh), which took so many seconds."""
 
     step: int
     tier: str
+    time: float
     seconds: float
 
     def __post_init__(self) -> None:

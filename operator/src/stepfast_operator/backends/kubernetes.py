@@ -109,8 +109,9 @@ class KubernetesBackend:
         now = self._cluster.clock()
         pods = self._pods()
         reports = [report for report in self._view.reports_of(self._job.job) if self._view.is_ready(report.node)]
+        own = [(report.node, self._own(report)) for report in reports]
         current = status.current
-        dead = [rank for report in reports for rank in dead_ranks_of(report.node, self._own(report))]
+        dead = [rank for node, jobs in own for rank in dead_ranks_of(node, jobs)]
         return Observed(
             now=now,
             job=self._job.job,
@@ -121,7 +122,7 @@ class KubernetesBackend:
             gang=self._gang(current, pods, now),
             live_runs=self._live_runs(status, pods),
             agent=self._agents(current, pods, reports),
-            reports=[job for report in reports for job in self._own(report)],
+            reports=[job for _, jobs in own for job in jobs],
             awaited_agents=self._awaited(),
             dead_ranks=[rank for rank in dead if now - rank.ended_time >= _DEAD_RANK_PATIENCE_SECONDS],
             untold_ranks=[rank for rank in dead if now - rank.ended_time < _DEAD_RANK_PATIENCE_SECONDS],

@@ -6,6 +6,7 @@ which is named `<run>.<n>`. Until then dead ranks are no failure of the attempt;
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from stepfast.nodestatus import RankStatus
@@ -25,8 +26,17 @@ def may_follow(observed: Observed, run: str) -> bool:
 
 def dead_ranks(observed: Observed, run: str) -> list[DeadRank]:
     """The ranks that died since the run's newest in-place restart."""
+    return _since_newest_restart(observed, observed.dead_ranks, run)
+
+
+def untold_ranks(observed: Observed, run: str) -> list[DeadRank]:
+    """Those that died since then in pods that may soon tell of what."""
+    return _since_newest_restart(observed, observed.untold_ranks, run)
+
+
+def _since_newest_restart(observed: Observed, ranks: Iterable[DeadRank], run: str) -> list[DeadRank]:
     newest = observed.newest_run(run)
-    return [rank for rank in observed.dead_ranks if rank.run == newest]
+    return [rank for rank in ranks if rank.run == newest]
 
 
 def waiting_since(observed: Observed, run: str) -> float | None:

@@ -72,14 +72,10 @@ def _untold(observed: Observed, time: float) -> list[DeadRank]:
     if current is None or gang is None:
         return []
     silent = {worker.node for worker in gang.workers if worker.failure is None and worker.phase is WorkerPhase.RUNNING}
-    newest = observed.newest_run(current.run)
     return [
         rank
-        for rank in observed.untold_ranks
-        if rank.run == newest
-        and rank.node in silent
-        and rank.ended_time < time
-        and observed.now - rank.ended_time < UNTOLD_SECONDS
+        for rank in inplace.untold_ranks(observed, current.run)
+        if rank.node in silent and rank.ended_time < time and observed.now - rank.ended_time < UNTOLD_SECONDS
     ]
 
 

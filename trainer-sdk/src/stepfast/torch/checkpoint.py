@@ -198,7 +198,8 @@ class Checkpointer:
         self._pace = replace(self._pace, last_save_step=restored, last_save_time=time.monotonic())
         self._next_step = 0  # what was agreed on before may lie beyond the step after this one
         if self._link is not None:
-            self._link.tell(Restored(step=restored, tier=resumed.tier, seconds=time.perf_counter() - begin))
+            seconds = time.perf_counter() - begin
+            self._link.tell(Restored(step=restored, tier=resumed.tier, time=time.time(), seconds=seconds))
         return restored
 
     def steps(self) -> list[CommittedStep]:
