@@ -46,120 +46,6 @@ def test_second_agent_on_the_same_memory_folder_is_refused(agent: Any) -> None:
     rank.wait_committed(1)
 
 
-def test_steps_that_another_node_never_completes_hold_up_neither_later_attempts_nor_the_end(
-    new_agent: Callable[..., Any], ranks: Any
-) -> None:
-    agent = new_agent("--commit-patience", "0.5")
-    lonely = agent.join(rank=0, world_size=2, node=0, run="uid1-0")
-    for step in range(1, 7):
-        lonely.save(step)
-        ranks.eventually(lambda s=step: s in agent.job("uid1-0").pending_steps, "its part is written")
-    lonely.die()
-    rank = agent.join(run="uid1-1")
-    rank.save(7)
-    rank.wait_committed(7)
-    ranks.eventually(lambda: not agent.job("uid1-0").pending_steps, "the steps are given up")
-    assert agent.terminate(60) == 0  # half of what a flush may take
-    assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [7]
-
-
-def test_step_that_lacks_another_nodes_part_keeps_neither_the_agent_nor_memory(
-    new_agent: Callable[..., Any], ranks: Any
-) -> None:
-    agent = new_agent("--idle-timeout", "0.3")
-    lonely = agent.join(rank=0, world_size=2, node=0, job="default/gone")
-    lonely.save(1)
-    ranks.eventually(lambda: agent.job(job="default/gone").pending_steps, "its part is written")
-    lonely.die()
-    ranks.eventually(lambda: not agent.persisters(), "the job that is gone leaves")
-    assert agent.slot_files() == []
-    rank = agent.join(rank=0, world_size=2, node=0)
-    rank.save(1)
-    ranks.eventually(lambda: agent.job().pending_steps, "its part is written")
-    assert agent.terminate(60) == 0  # half of what a flush may take
-
-
-@pytest.mark.parametrize("later", ["uid1-3.1", "uid2-1"], ids=["restarted-in-place", "made-anew"])
-def test_newest_run_is_the_one_that_came_last_whatever_its_attempt(agent: Any, ranks: Any, later: str) -> None:
-    earlier = agent.join(run="uid1-3", max_to_keep=2)
-    earlier.save(1)
-    earlier.wait_committed(1)
-    earlier.die()
-    rank = agent.join(run=later, max_to_keep=2)
-    for step in (2, 3, 4):
-        rank.save(step)
-        rank.wait_committed(step)
-
-    def steps() -> list[int]:
-        return [found.step for found in catalog.committed_steps(agent.store(), JOB)]
-
-    ranks.eventually(lambda: steps() == [3, 4], "what is not to be kept is removed")
-    assert agent.job(later).latest_persisted_step == 4
-
-
-@pytest.mark.parametrize("later", ["uid1-1.1", "uid1-2"], ids=["restarted-in-place", "rolled-back"])
-def test_newest_step_is_not_given_up_however_long_another_node_takes(
-    new_agent: Callable[..., Any], ranks: Any, later: str
-) -> None:
-    agent, other = new_agent("--commit-patience", "0.2"), new_agent()
-    earlier = agent.join(run="uid1-1")
-    earlier.save(100)
-    earlier.wait_committed(100)
-    earlier.die()
-    here = agent.join(rank=0, world_size=2, node=0, run=later)
-    here.save(30)
-    ranks.eventually(lambda: agent.job(later).pending_bytes == 0, "its part is written")
-    time.sleep(1.5)  # several times the patience, and several looks
-    other.join(rank=1, world_size=2, node=1, run=later).save(30)
-    here.wait_committed(30)
-    assert here.dropped() == []
-
-
-def test_step_that_one_node_persisted_and_another_dropped_as_decided_is_pending_no_more(
-    new_agent: Callable[..., Any], ranks: Any
-) -> None:
-    agent, other = new_agent(), new_agent()
-    here = agent.join(rank=0, world_size=2, node=0)
-    here.save(1)
-    ranks.eventually(lambda: agent.job().pending_bytes == 0, "its part is written")
-    here.save(2)
-    here.save(3, drop=(1,))
-    ranks.eventually(lambda: agent.job().pending_steps == (2, 3), "nobody waits for the step that was given up")
-    other.join(rank=1, world_size=2, node=1).save(3)
-    here.wait_committed(3)
-    assert 1 not in agent.job().pending_steps
-
-
-def test_memory_of_a_job_that_is_gone_and_whose_storage_fails_goes_to_the_living(
-    new_agent: Callable[..., Any], ranks: Any, tmp_path: Path
-) -> None:
-    agent = new_agent("--idle-timeout", "0.3", memory_limit=50 << 20)
-    blocked = tmp_path / "blocked"
-    blocked.write_text("in the place of the storage")
-    gone = agent.join(job="default/gone", storage_uri=blocked.as_uri())
-    gone.save(1, data_bytes=40 << 20)
-    ranks.eventually(lambda: agent.job(job="default/gone").persist_error, "its storage fails")
-    gone.die()
-    rank = agent.join()
-    rank.save(1, data_bytes=40 << 20)
-    rank.wait_committed(1)
-    assert [path.parts[-3] for path in agent.slot_files()] == ["train"]
-    assert "default/gone: given up unpersisted" in agent.log
-
-
-@pytest.mark.parametrize("grows", [False, True], ids=["one-slot", "state-that-grows"])
-def test_save_that_finds_no_slot_has_what_is_in_its_way_persisted(new_agent: Callable[..., Any], grows: bool) -> None:
-    # Neither is due: without the waiting save they would stay in memory alone.
-    agent = new_agent(memory_limit=50 << 20)
-    rank, size = agent.join(), (20 if grows else 30) << 20
-    rank.save(1, data_bytes=size, due=False)
-    rank.save(2, data_bytes=size, due=False)
-    rank.save(3, data_bytes=30 << 20, due=False)
-    rank.wait_committed(2)
-    rank.want(3)
-    rank.wait_committed(3)
-
-
 def test_who_asks_late_is_told_what_became_of_a_step(agent: Any) -> None:
     rank = agent.join()
     rank.save(1)
@@ -284,44 +170,6 @@ def test_rank_offers_again_what_is_persisted_and_stays_connected(agent: Any) -> 
     assert not back.lost.is_set()
 
 
-def test_slots_that_were_being_written_serve_again_after_a_restart(agent: Any, ranks: Any) -> None:
-    rank = agent.join()
-    for step in (1, 2, 3):
-        rank.save(step)
-        rank.wait_committed(step)
-    reserved, descriptor = rank.reserve(4, 50_000)
-    rank.write_record(descriptor, rank.record(4, reserved.seq, 50_000, state=SlotState.WRITING))
-    os.close(descriptor)
-    agent.kill()
-    agent.start()
-    back = agent.join()
-    for step in (5, 6, 7, 8):
-        back.save(step)
-        back.wait_committed(step)
-
-
-def test_ranks_killed_in_the_middle_of_copies_do_not_cost_later_attempts_their_slots(agent: Any) -> None:
-    for attempt in range(5):
-        first, second = agent.gang(2, run=f"uid1-{attempt}")
-        base = attempt * 100
-        for step in (base + 1, base + 2, base + 3):
-            first.save(step)
-            second.save(step)
-            first.wait_committed(step)
-        first.save(base + 50)  # the second rank dies before it stages this
-        second.die()
-        first.die()
-    (rank,) = [agent.join(run="uid1-9", world_size=2, local_world_size=2)]
-    held = set()
-    for step in (901, 902, 903):
-        reserved, descriptor = rank.reserve(step, 150_000)
-        os.close(descriptor)
-        held.add(reserved.slots)
-        rank.save(step, due=False)
-    assert held == {3}
-    assert len(agent.job(run="uid1-9").ranks) == 1
-
-
 def test_persister_killed_with_a_step_in_hand_is_started_again_and_the_step_is_committed(agent: Any) -> None:
     first, second = agent.gang(2)
     first.save(1)
@@ -406,83 +254,6 @@ def test_agent_that_cannot_persist_what_is_staged_says_so_by_its_exit_status(new
     assert not agent.memory_dir.exists()
 
 
-def test_four_ranks_of_a_quarter_gigabyte_stay_within_two_hundred_megabytes(new_agent: Any, ranks: Any) -> None:
-    agent = new_agent(memory_limit=200_000_000)
-    gang = agent.gang(4)
-    most: list[int] = []
-    over = threading.Event()
-
-    def sample() -> None:
-        while not over.wait(0.005):
-            most.append(agent.used_bytes())
-
-    sampler = threading.Thread(target=sample)
-    savers = [threading.Thread(target=rank.save, args=(7,), kwargs={"data_bytes": 256 << 20}) for rank in gang]
-    sampler.start()
-    try:
-        for thread in savers:
-            thread.start()
-        for thread in savers:
-            thread.join(120)
-        gang[0].wait_committed(7, 60)
-    finally:
-        over.set()
-        sampler.join()
-    assert 0 < max(most) <= 200_000_000
-    files = sorted((agent.storage / JOB / "global_step7").glob("*.safetensors"))
-    assert len(files) == 4
-    with files[2].open("rb") as stored:
-        expected = ranks.RankFile(rank=2, step=7, data_bytes=256 << 20)
-        for begin in (0, 100 << 20, 250 << 20):
-            stored.seek(begin)
-            assert stored.read(1 << 20) == expected.read(begin, begin + (1 << 20))
-
-
-def test_two_jobs_together_stay_within_the_limit(new_agent: Any) -> None:
-    limit = 60_000_000
-    agent = new_agent(memory_limit=limit)
-    first = agent.join()
-    other = agent.join(job="default/other", run="uid2-0")
-    for step in (1, 2, 3):
-        first.save(step, data_bytes=15_000_000)
-        first.wait_committed(step)
-        assert agent.used_bytes() <= limit
-    other.save(1, data_bytes=15_000_000)
-    other.wait_committed(1)
-    assert agent.used_bytes() <= limit
-
-
-def test_fewer_and_other_ranks_of_a_later_attempt_stay_within_the_limit(new_agent: Any) -> None:
-    limit = 100_000_000
-    agent = new_agent(memory_limit=limit)
-    gang = agent.gang(4)
-    for rank in gang:
-        rank.save(1, data_bytes=8_000_000)
-    gang[0].wait_committed(1)
-    for rank in gang:
-        rank.close()
-    (alone,) = agent.gang(1, run="uid1-1")
-    for step in (2, 3, 4):
-        alone.save(step, data_bytes=30_000_000)
-        alone.wait_committed(step)
-        assert agent.used_bytes() <= limit
-
-
-def test_rank_that_dies_while_its_slots_are_made_leaves_no_slot_behind(new_agent: Any, ranks: Any) -> None:
-    limit = 1 << 30
-    agent = new_agent(memory_limit=limit)
-    for attempt in range(6):
-        rank = agent.join(run=f"uid1-{attempt}")
-        rank.client.send(Expect(size_bytes=300 << 20))
-        ranks.eventually(lambda: list(agent.memory_dir.rglob("*slot-*")), "the first slot is being made")
-        rank.die()
-    last = agent.join(run="uid1-9")
-    last.save(1, data_bytes=1_000_000)
-    last.wait_committed(1)
-    ranks.eventually(lambda: len(agent.slot_files()) <= 3, "only the living rank's slots are there")
-    assert agent.used_bytes() <= limit
-
-
 def test_idle_agent_takes_little_memory_and_almost_no_time(agent: Any) -> None:
     rank = agent.join()
     rank.save(1)
@@ -496,26 +267,6 @@ def test_idle_agent_takes_little_memory_and_almost_no_time(agent: Any) -> None:
     threading.Event().wait(5.0)  # what is measured is time itself
     assert (busy_seconds() - before) / (time.monotonic() - begin) < 0.01
     assert sum(process.memory_full_info().uss for process in processes) < 60_000_000
-
-
-def test_job_that_nobody_runs_any_more_leaves_neither_memory_nor_a_process(
-    new_agent: Callable[..., Any], ranks: Any
-) -> None:
-    agent = new_agent("--idle-timeout", "0.3")
-    rank = agent.join()
-    rank.save(1)
-    rank.wait_committed(1)
-    other = agent.join(job="default/other", run="other-0")
-    other.save(1)
-    other.wait_committed(1)
-    rank.close()
-    ranks.eventually(lambda: list(agent.persisters()) == ["default/other"], "its persister ends")
-    assert [path.parts[-3] for path in agent.slot_files()] == ["other"] * 3
-    again = agent.join(run="uid1-1")
-    again.save(2)
-    again.wait_committed(2)
-    assert again.client.steps() == (1, 2)
-    assert not other.lost.is_set()
 
 
 def test_two_hundred_connections_leave_no_descriptor_open(agent: Any, ranks: Any) -> None:
