@@ -30,6 +30,10 @@ FOLDER = Path(__file__).parent
 def namespace(cluster: Cluster) -> Iterator[str]:
     name = f"harness-{os.urandom(4).hex()}"
     cluster.kubectl("create", "namespace", name)
+    account = ("get", "serviceaccount", "default", "-n", name)
+    wait_until(
+        "the namespace has its service account, without which it takes no pod", lambda: cluster.kubectl(*account)
+    )
     yield name
     cluster.kubectl("delete", "namespace", name, "--wait=false")
 
@@ -167,6 +171,27 @@ def test_a_lost_node_becomes_not_ready_and_comes_back_with_its_pods(cluster: Clu
     wait_until("node-2 is Ready", node.is_ready, seconds=60)
     wait_for(cluster, namespace, "there", "containerStatuses[0].restartCount", "1")
     assert "hello" in cluster.kubectl("exec", "-n", namespace, "there", "--", "/bin/busybox", "echo", "hello")
+
+
+def test_a_kubelet_that_fails_is_started_again(cluster: Cluster, namespace: str) -> None:
+    node = cluster.nodes["node-2"]
+    before = node.run("pidof", "kubelet")
+    node.run("kill", "-KILL", before.strip())
+    wait_until("another kubelet runs", lambda: node.run("pidof", "kubelet") != before)
+    cluster.apply(pod("next", namespace, nodeName="node-2"))
+    wait_for(cluster, namespace, "next", "phase", "Running")
+
+
+def test_a_node_without_containerd_is_down_and_says_why(cluster: Cluster) -> None:
+    node = cluster.nodes["node-2"]
+    node.run("pkill", "-KILL", "-x", "containerd")
+    try:
+        wait_until("node-2 is down", lambda: not node.is_running)
+        assert "ended with status 137" in cluster.claim.log("node-2").read_text()
+    finally:
+        node.kill()
+        node.start()
+    wait_until("node-2 is Ready", node.is_ready, seconds=60)
 
 
 def test_nodes_share_no_memory_and_no_kubelet_folder(cluster: Cluster) -> None:

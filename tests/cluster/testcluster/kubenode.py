@@ -58,11 +58,13 @@ containerd --config {folder}/containerd.toml > {logs}-containerd.log 2>&1 &
   --hostname-override {name} --conntrack-max-per-core 0 --healthz-bind-address 127.0.0.1 > {logs}-kube-proxy.log 2>&1 &
 # Nothing is scheduled to a node that lacks the images.
 until [ -e {folder}/images-are-here ]; do sleep 0.1; done
-{binaries}/kubelet --config {folder}/kubelet.json --kubeconfig {kubelet} --hostname-override {name} \\
-  --node-ip {address} > {logs}-kubelet.log 2>&1 &
+# As its systemd unit does, again when it fails: containerd listens before it can be asked, and the kubelet asks once.
+until {binaries}/kubelet --config {folder}/kubelet.json --kubeconfig {kubelet} --hostname-override {name} \\
+  --node-ip {address}; do sleep 0.5; done > {logs}-kubelet.log 2>&1 &
 # As an init does: reap what is orphaned. When one of the three ends, the machine is broken, and shall look it.
-wait -n -p ended
-echo "process $ended ended with status $?"
+status=0
+wait -n -p ended || status=$?
+echo "process $ended ended with status $status"
 """
 
 
