@@ -25,8 +25,8 @@ from stepfast_operator.backends.requests import Ask, Request, Requests
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.document import JSON
 from stepfast_operator.lease import NotLeading
-from stepfast_operator.observed import AgentState, WorkerPhase
-from stepfast_operator.record import Cause
+from stepfast_operator.observed import AgentState, Committed, WorkerPhase
+from stepfast_operator.record import Cause, CheckpointStatus
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testoperator.kubelet import READY, SILENT
 from testoperator.polling import until
@@ -459,5 +459,23 @@ def test_node_without_an_agent_is_waited_for_when_it_holds_the_current_run_alone
         assert await asked_of(world, 1) == ([("job", run, "Flush")] if is_awaited else [])
         awaited = (await backend.observe(status)).awaited_agents
         assert awaited == ((here, there) if is_awaited else (here,))
+
+    play(operator_api, scenario)
+
+
+def test_step_that_the_status_alone_knows_is_gone_on_from_where_only_the_job_may_read_its_storage(
+    operator_api: KubernetesClient,
+) -> None:
+    """Agents are replaced, and tell no more of what was committed before."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        own = {"storageUri": "memory://own", "secretRef": {"name": "own"}}
+        job = await world.make_job(checkpoint=own)
+        backend, status = operation.backend(job), planned(job)
+        await backend.observe(status)
+        assert await backend.read_steps() == ()
+        known = CheckpointStatus(latest_persisted_step=100, latest_persisted_time=5.0, size_bytes=7)
+        await backend.observe(replace(status, checkpoint=known))
+        assert await backend.read_steps() == (Committed(step=100, size_bytes=7, committed_time=5.0),)
 
     play(operator_api, scenario)

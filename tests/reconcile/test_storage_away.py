@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from stepfast_operator.local.story import tell
 from stepfast_operator.record import ConditionType, FailedReason, State
+from stepfast_operator.spec import ResumePolicy
 
 MakeWorld = Callable[..., Any]
 
@@ -60,3 +62,48 @@ def test_storage_that_refuses_between_attempts_is_waited_for_until_the_start_dea
     world.relaunched()
     assert (world.status.state is State.FAILED) is not mended
     assert len([line for line in story(world) if "waiting for the storage" in line]) == 1
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_storage_without_the_steps_that_were_committed_is_waited_for_and_nothing_begins_anew(
+    make_world: MakeWorld, found: bool
+) -> None:
+    world = make_world(startupDeadlineSeconds=60)
+    world.start(staged=5)
+    world.persist("uid-1")
+    world.settle()
+    steps, world.steps = world.steps, {}
+    world.fail()
+    passes(world, 10)
+    assert not world.status.is_terminal
+    where = "memory://fake/test/job"
+    lost = f"step 5 was committed, and {where} has no step that can be restored: other storage, or emptied?"
+    assert [line for line in story(world) if "waiting" in line] == [f"waiting for the storage: {lost}"]
+    world.steps = steps if found else {}
+    world.relaunched()
+    if found:
+        assert [launch.resume_step for launch in world.launches] == [0, 5]
+    else:
+        assert len(world.launches) == 1
+        failed = world.status.condition(ConditionType.FAILED)
+        assert (failed.reason, failed.message) == (FailedReason.CHECKPOINT_UNAVAILABLE, lost)
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [{"resume_policy": ResumePolicy.NEVER}, {"resume_policy": ResumePolicy.STEP, "resume_from_step": 0}],
+    ids=["never", "step 0"],
+)
+def test_who_wants_to_begin_anew_need_not_have_the_steps_that_were_committed(
+    make_world: MakeWorld, checkpoint: dict[str, Any]
+) -> None:
+    world = make_world()
+    world.start(staged=5)
+    world.persist("uid-1")
+    world.settle()
+    world.steps = {}
+    world.fail()
+    passes(world, 3)
+    world.spec = replace(world.spec, checkpoint=replace(world.spec.checkpoint, **checkpoint))
+    world.relaunched()
+    assert [launch.resume_step for launch in world.launches] == [0, 0]

@@ -27,6 +27,7 @@ from stepfast_operator.actions import (
 from stepfast_operator.backends.base import Backend
 from stepfast_operator.decide import decide
 from stepfast_operator.observed import Observed
+from stepfast_operator.policies import resume
 from stepfast_operator.record import Status
 from stepfast_operator.status import next_status
 
@@ -68,9 +69,11 @@ async def reconcile(backend: Backend, status: Status) -> Pass:
 
 async def _with_steps(backend: Backend, observed: Observed) -> Observed:
     try:
-        return replace(observed, committed=tuple(await backend.read_steps()))
+        observed = replace(observed, committed=tuple(await backend.read_steps()))
     except StorageError as error:
         return _without_storage(observed, error)
+    missing = resume.missing(observed)
+    return observed if missing is None else replace(observed, committed=None, storage_error=missing)
 
 
 def _without_storage(observed: Observed, error: StorageError) -> Observed:

@@ -43,7 +43,7 @@ from stepfast_operator.observed import (
     dead_ranks_of,
 )
 from stepfast_operator.podview import NodeReport, PodView
-from stepfast_operator.record import Attempt, Status
+from stepfast_operator.record import Attempt, CheckpointStatus, Status
 from stepfast_operator.workers import previous_nodes, workers_of
 from stepfast_operator.writepace import WritePace
 
@@ -92,6 +92,7 @@ class KubernetesBackend:
         self._asked: dict[str, int] = {}  # by node: the generation from which on its report takes in what was asked
         self._asked_to_end: dict[str, int | None] = {}  # pods, by uid, and the grace that they were given
         self._launched_now: Launched | None = None
+        self._noted = CheckpointStatus()  # as of the last look
         self._storage: JobStorage | None = None
         self._pace = WritePace()
 
@@ -107,6 +108,7 @@ class KubernetesBackend:
 
     async def observe(self, status: Status) -> Observed:
         now = self._cluster.clock()
+        self._noted = status.checkpoint
         pods = self._pods()
         reports = [report for report in self._view.reports_of(self._job.job) if self._view.is_ready(report.node)]
         own = [(report.node, self._own(report)) for report in reports]
@@ -304,23 +306,16 @@ class KubernetesBackend:
         return self._storage
 
     def _reported_steps(self) -> Sequence[Committed]:
-        """The newest step that any agent knows of: the storage itself only the job's own credentials open."""
-        known = [
-            status
-            for report in self._view.reports_of(self._job.job)
-            for status in self._own(report)
-            if status.latest_persisted_step is not None
-        ]
-        if not known:
+        """The newest step that any agent knows of, or that the status does, which outlives agents: the storage itself
+        only the job's own credentials open.
+        """
+        reports = [job for report in self._view.reports_of(self._job.job) for job in self._own(report)]
+        known = [(job.latest_persisted_step, job.latest_persisted_bytes, job.latest_persisted_time) for job in reports]
+        known.append((self._noted.latest_persisted_step, self._noted.size_bytes, self._noted.latest_persisted_time))
+        step, size, time = max(known, key=lambda one: one[0] or 0)
+        if not step:
             return ()
-        last = max(known, key=lambda status: status.latest_persisted_step or 0)
-        return (
-            Committed(
-                step=last.latest_persisted_step or 0,
-                size_bytes=last.latest_persisted_bytes or 0,
-                committed_time=last.latest_persisted_time or self._cluster.clock(),
-            ),
-        )
+        return (Committed(step=step, size_bytes=size or 0, committed_time=time or self._cluster.clock()),)
 
     # ------------------------------------------------------------ acting
 

@@ -52,6 +52,18 @@ def resume_of(observed: Observed) -> Resume:
             assert_never(policy)
 
 
+def missing(observed: Observed) -> str | None:
+    """Why what is found in the storage cannot be all: the job has committed steps and is to go on from them, and there
+    is none. Who wants to begin anew has to say so. Needs `observed.committed`.
+    """
+    known = observed.status.checkpoint.latest_persisted_step
+    is_latest = observed.spec.checkpoint.resume_policy is not ResumePolicy.NEVER and not is_asked(observed)
+    if observed.committed or not known or not is_latest:
+        return None
+    where = observed.storage_uri or "the storage"
+    return f"step {known} was committed, and {where} has no step that can be restored: other storage, or emptied?"
+
+
 def is_asked(observed: Observed) -> bool:
     """Whether a step is asked for that no attempt has started from yet for this request."""
     is_step = observed.spec.checkpoint.resume_policy is ResumePolicy.STEP
