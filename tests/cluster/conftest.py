@@ -86,7 +86,13 @@ def team(release: Release, images: ProjectImages) -> Iterator[Team]:
     cluster = release.cluster
     with job_namespace(cluster, "team"):
         cluster.kubectl("create", "configmap", "trainer", "-n", "team", f"--from-file=trainer.py={TRAINER}")
-        yield Team(cluster=cluster, namespace="team", image=images.trainer)
+        yield Team(cluster=cluster, namespace="team", image=images.trainer, storage_uri=release.storage_uri)
+
+
+@pytest.fixture
+def storage_access(monkeypatch: pytest.MonkeyPatch, cluster_azurite: Any) -> None:
+    """The credentials with which the test itself reads what jobs have stored."""
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", cluster_azurite.connection_string())
 
 
 @pytest.fixture(scope="session")

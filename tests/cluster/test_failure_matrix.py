@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from testjobs.job import SAVE_EVERY, STEPS, Job, Team
 from testjobs.release import Release
 
 COMMITTED = 4 * SAVE_EVERY  # before anything happens
+
+pytestmark = pytest.mark.usefixtures("storage_access")
 
 
 @pytest.fixture
@@ -39,7 +42,9 @@ def job(request: pytest.FixtureRequest, team: Team) -> Iterator[Callable[..., Jo
 
 
 def check_end(job: Job, undisturbed: Mapping[int, str], *, restarts: int = 1) -> dict[str, Any]:
-    """It is complete, bit for bit what it would have been, and there never were two gangs. Returns its status."""
+    """It is complete, bit for bit what it would have been, no committed step was lost, and there never were two gangs.
+    Returns its status.
+    """
     status = job.wait_for_end()
     assert status["restarts"] == restarts, job.story()
     assert status["checkpoint"]["latestPersistedStep"] == STEPS
@@ -48,13 +53,20 @@ def check_end(job: Job, undisturbed: Mapping[int, str], *, restarts: int = 1) ->
     uid = job.document()["metadata"]["uid"]
     assert len(made_pods(events, uid)) == len(set(made_pods(events, uid))) == 2 * (restarts + 1)
     assert overlapping_gangs(events, uid) == []
+    commits = job.commits()
+    for recovery in status.get("recoveries", ()):
+        committed = max([COMMITTED, *commits.get(recovery["attempt"], ())])
+        assert recovery["resumedFromStep"] >= committed, "a committed step is never lost"
     return status
 
 
-def check_ledger(status: dict[str, Any], cause: str, *, counted: bool, committed: int = COMMITTED) -> dict[str, Any]:
-    """The ledger has every time of the one recovery, in order, and no committed step was lost. Returns it."""
+def check_ledger(status: dict[str, Any], *causes: str, counted: bool, tier: str = "Memory") -> None:
+    """The ledger has every time of the one recovery, in order. `tier`: what the gang was restored from, which is the
+    storage where a node has none of its ranks' steps.
+    """
     (recovery,) = status["recoveries"]
-    assert (recovery["cause"], recovery["counted"]) == (cause, counted)
+    assert recovery["cause"] in causes
+    assert (recovery["counted"], recovery["restoredTier"]) == (counted, tier)
     names = (
         "failureTime",
         "detectedTime",
@@ -66,10 +78,8 @@ def check_ledger(status: dict[str, Any], cause: str, *, counted: bool, committed
     )
     times = [recovery[name] for name in names]
     assert times == sorted(times)
-    assert recovery["resumedFromStep"] >= committed
     assert recovery["stepsLost"] == max(0, recovery["stepBefore"] - recovery["resumedFromStep"])
     assert status["restartsCountTowardsMax"] == int(counted)
-    return dict(recovery)
 
 
 def test_rank_killed(job: Callable[..., Job], undisturbed: Mapping[int, str]) -> None:
@@ -104,35 +114,69 @@ def test_rank_out_of_memory(job: Callable[..., Job], undisturbed: Mapping[int, s
     check_ledger(status, "OOMKilled", counted=True)
 
 
-def test_node_drained(job: Callable[..., Job], undisturbed: Mapping[int, str], team: Team, third_node: str) -> None:
-    training = job()
+def test_node_drained(
+    job: Callable[..., Job], undisturbed: Mapping[int, str], release: Release, third_node: str
+) -> None:
+    """With all that runs there, the operator among it."""
+    training = start_beside_operator(job, release)
     training.wait_for_commit(COMMITTED)
-    node = training.node_of(1)
+    node = release.operator_node()
     try:
-        team.cluster.kubectl(
+        release.cluster.kubectl(
             "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=120s",
-            f"--pod-selector=stepfast.dev/job={training.name}", timeout_seconds=150,
+            timeout_seconds=150,
         )  # fmt: skip
-        check_ledger(check_end(training, undisturbed), "PodEvicted", counted=False)
+        # Of a pod that is gone before the next operator looks nobody knows more than that it is.
+        status = check_end(training, undisturbed)
+        check_ledger(status, "PodEvicted", "PodDeleted", counted=False, tier="Persistent")
         assert node not in {training.node_of(index, attempt=2) for index in (0, 1)}
     finally:
-        team.cluster.kubectl("uncordon", node)
+        release.cluster.kubectl("uncordon", node)
 
 
-def test_node_lost(
-    job: Callable[..., Job], undisturbed: Mapping[int, str], team: Team, release: Release, third_node: str
-) -> None:
+def test_node_lost(job: Callable[..., Job], undisturbed: Mapping[int, str], release: Release, third_node: str) -> None:
     training = job(failurePolicy={"podDeletionGraceSeconds": 5})
     training.wait_for_commit(COMMITTED)
-    operator = release.operator_pod()["spec"]["nodeName"]
-    index = next(index for index in (1, 0) if training.node_of(index) != operator)
-    name = training.node_of(index)
-    node = team.cluster.nodes[name]
+    name = next(node for node in map(training.node_of, (1, 0)) if node != release.operator_node())
+    with lost(release, name):
+        status = check_end(training, undisturbed)
+        check_ledger(status, "NodeLost", counted=False, tier="Persistent")
+        assert status["recoveries"][0]["node"] == name
+
+
+def test_node_of_the_operator_lost(
+    job: Callable[..., Job], undisturbed: Mapping[int, str], release: Release, third_node: str
+) -> None:
+    training = start_beside_operator(job, release, failurePolicy={"podDeletionGraceSeconds": 5})
+    training.wait_for_commit(COMMITTED)
+    name = release.operator_node()
+    with lost(release, name):
+        status = check_end(training, undisturbed)
+        check_ledger(status, "NodeLost", counted=False, tier="Persistent")
+        assert status["recoveries"][0]["node"] == name
+        assert release.operator_node() != name
+
+
+def start_beside_operator(job: Callable[..., Job], release: Release, **spec: Any) -> Job:
+    """A gang of which one pod is on the operator's node, and none on one other node."""
+    spare = next(name for name in sorted(release.cluster.nodes) if name != release.operator_node())
+    release.cluster.kubectl("cordon", spare)
+    try:
+        training = job(**spec)
+        training.wait("it has pods on nodes", lambda status: "podsReadyTime" in status.get("current", {}))
+    finally:
+        release.cluster.kubectl("uncordon", spare)
+    assert release.operator_node() in map(training.node_of, (0, 1))
+    return training
+
+
+@contextmanager
+def lost(release: Release, name: str) -> Iterator[None]:
+    """Its plug is pulled; in the end it is started again."""
+    node = release.cluster.nodes[name]
     node.kill()
     try:
-        status = check_end(training, undisturbed)
-        check_ledger(status, "NodeLost", counted=False)
-        assert status["recoveries"][0]["node"] == name
+        yield
     finally:
         node.start()
         wait_until(f"{name} is back", node.is_ready, seconds=120)
@@ -185,10 +229,29 @@ def test_suspended_and_resumed(job: Callable[..., Job], undisturbed: Mapping[int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A moment of a recovery at which the operator is killed: when the job's status is so."""
+    """A moment of a recovery at which the operator is killed: while the job's status is so. `hold`: what keeps the
+    recovery there meanwhile, where it would be over in less time than a look at it takes.
+    """
 
     name: str
     is_here: Callable[[dict[str, Any]], object]
+    hold: Callable[[Job, Any], AbstractContextManager[None]] = lambda job, azurite: nullcontext()
+
+
+@contextmanager
+def without_storage(job: Job, azurite: Any) -> Iterator[None]:
+    with azurite.unanswering():
+        job.wait("a step waits for the storage", lambda status: status["checkpoint"].get("pendingBytes"))
+        yield
+
+
+@contextmanager
+def without_new_pods(job: Job, azurite: Any) -> Iterator[None]:
+    job.cluster.kubectl("create", "quota", "none", "--hard=pods=0", "-n", job.namespace)
+    try:
+        yield
+    finally:
+        job.cluster.kubectl("delete", "quota", "none", "-n", job.namespace)
 
 
 def newest_recovery(status: dict[str, Any]) -> dict[str, Any]:
@@ -196,22 +259,39 @@ def newest_recovery(status: dict[str, Any]) -> dict[str, Any]:
 
 
 PHASES = [
-    Phase(name="failure", is_here=lambda status: status["attempt"] == 1),
-    Phase(name="ended", is_here=lambda status: "endedTime" in status["current"] or status["attempt"] == 2),
-    Phase(name="planned", is_here=lambda status: status["attempt"] == 2),
-    Phase(name="pods", is_here=lambda status: "launchedTime" in newest_recovery(status)),
+    Phase(name="failed", is_here=lambda status: status["attempt"] == 1),
+    Phase(
+        name="flushing",
+        is_here=lambda status: "endedTime" in status["current"] and "flushedTime" not in status["current"],
+        hold=without_storage,
+    ),
+    Phase(
+        name="planned",
+        is_here=lambda status: status["attempt"] == 2 and "podsReadyTime" not in status["current"],
+        hold=without_new_pods,
+    ),
+    Phase(
+        name="pods made",
+        is_here=lambda status: "launchedTime" in newest_recovery(status) and "restoredTime" not in status["current"],
+    ),
     Phase(name="restored", is_here=lambda status: "restoredTime" in newest_recovery(status)),
 ]
 
 
-@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name.replace(" ", "-"))
 def test_operator_killed(
-    job: Callable[..., Job], undisturbed: Mapping[int, str], release: Release, phase: Phase
+    job: Callable[..., Job],
+    undisturbed: Mapping[int, str],
+    release: Release,
+    cluster_azurite: Any,
+    phase: Phase,
 ) -> None:
     training = job()
     training.wait_for_commit(COMMITTED)
     operator = release.operator_pod()
-    training.signal_rank("KILL")
-    training.wait(f"the recovery is at: {phase.name}", phase.is_here)
-    release.kill_container(operator)
+    with phase.hold(training, cluster_azurite):
+        training.signal_rank("KILL")
+        training.wait(f"the recovery is at: {phase.name}", phase.is_here)
+        release.kill_container(operator)
+        assert phase.is_here(training.status()), "still, when nobody moved it any more"
     check_ledger(check_end(training, undisturbed), "RankFailed", counted=True)

@@ -6,16 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from stepfast.storage import open_store
 from testcluster.jobnamespace import torch_pod_parts
 from testjobs.job import SAVE_EVERY, STEPS, Job, Team
-from testjobs.release import Release
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib" / "job.yaml"
 
@@ -46,18 +45,12 @@ def example(team: Team) -> dict[str, Any]:
     return manifest
 
 
-def test_the_example_trains_on_two_nodes_and_can_be_watched(
-    team: Team,
-    release: Release,
-    ended: Callable[[Job], Job],
-    monkeypatch: pytest.MonkeyPatch,
-    cluster_azurite: Any,
-) -> None:
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", cluster_azurite.connection_string())
+@pytest.mark.usefixtures("storage_access")
+def test_the_example_trains_on_two_nodes_and_can_be_watched(team: Team, ended: Callable[[Job], Job]) -> None:
     cluster = team.cluster
     manifest = example(team)
     cluster.apply(manifest)
-    job = ended(Job(cluster=cluster, namespace=team.namespace, name=manifest["metadata"]["name"]))
+    job = ended(team.job(manifest["metadata"]["name"]))
     watch = subprocess.Popen(
         [cluster.binaries.path("kubectl"), "--kubeconfig", cluster.kubeconfig, "get", "tj", "-n", team.namespace, "-w"],
         stdout=subprocess.PIPE, text=True,
@@ -81,7 +74,7 @@ def test_the_example_trains_on_two_nodes_and_can_be_watched(
     assert [line.partition(":")[0] for line in job.story()] == ["PodsCreated", "PodsReady", "Completed"]
     described = cluster.kubectl("describe", "trainingjob", job.name, "-n", team.namespace)
     assert "attempt 1 starts from scratch: 2 pods" in described
-    assert stored(release.storage_uri, job) >= {
+    assert job.stored() >= {
         "global_step250",
         "global_step275",
         "global_step300",
@@ -117,15 +110,10 @@ def test_a_rank_that_dies_is_restarted_inside_its_pod(
     assert job.digests() == undisturbed
 
 
-def test_a_job_with_a_storage_of_its_own_names_a_secret(  # noqa: PLR0917 - pytest calls it by keyword
-    team: Team,
-    release: Release,
-    undisturbed: Mapping[int, str],
-    ended: Callable[[Job], Job],
-    monkeypatch: pytest.MonkeyPatch,
-    cluster_azurite: Any,
+@pytest.mark.usefixtures("storage_access")
+def test_a_job_with_a_storage_of_its_own_names_a_secret(
+    team: Team, undisturbed: Mapping[int, str], ended: Callable[[Job], Job], cluster_azurite: Any
 ) -> None:
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", cluster_azurite.connection_string())
     container = cluster_azurite.new_container()
     team.cluster.kubectl(
         "create", "secret", "generic", "own-storage", "-n", team.namespace,
@@ -140,8 +128,8 @@ def test_a_job_with_a_storage_of_its_own_names_a_secret(  # noqa: PLR0917 - pyte
     assert recovery["resumedFromStep"] >= 4 * SAVE_EVERY
     assert status["checkpoint"]["latestPersistedStep"] == STEPS
     assert job.digests() == undisturbed
-    assert f"global_step{STEPS}" in stored(own["storageUri"], job)
-    assert stored(release.storage_uri, job) == set()
+    assert f"global_step{STEPS}" in replace(job, storage_uri=own["storageUri"]).stored()
+    assert job.stored() == set()
 
 
 def test_a_job_is_steered_from_the_command_line(
@@ -172,12 +160,3 @@ def test_a_job_is_steered_from_the_command_line(
     assert job.digests() == undisturbed
     assert "Complete" in stepfast("status")
     assert str(STEPS) in stepfast("checkpoints", "list")
-
-
-def stored(uri: str, job: Job) -> set[str]:
-    """The names in the job's folder of that storage."""
-    store = open_store(uri)
-    try:
-        return {entry.name for entry in store.list(f"{job.namespace}/{job.name}")}
-    finally:
-        store.close()

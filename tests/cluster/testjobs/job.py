@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from stepfast.storage import open_store
 from testcluster.cluster import Cluster
 from testcluster.jobnamespace import torch_pod_parts
 from testcluster.waiting import wait_until
@@ -31,6 +35,7 @@ class Team:
     cluster: Cluster
     namespace: str
     image: str
+    storage_uri: str
 
     def submit(self, name: str, *arguments: str, nodes: int = 2, processes: int = 1, **spec: Any) -> Job:
         """Applies a TrainingJob of tests/cluster/trainer.py; `spec` is laid over its spec."""
@@ -62,7 +67,11 @@ class Team:
             "spec": {"trainer": trainer, "template": {"spec": template}, "checkpoint": checkpoint, **spec},
         }
         self.cluster.apply(manifest)
-        return Job(cluster=self.cluster, namespace=self.namespace, name=name)
+        return self.job(name)
+
+    def job(self, name: str) -> Job:
+        """One that was applied already."""
+        return Job(cluster=self.cluster, namespace=self.namespace, name=name, storage_uri=self.storage_uri)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +81,7 @@ class Job:
     cluster: Cluster
     namespace: str
     name: str
+    storage_uri: str
 
     # ---- what its user sees
 
@@ -129,6 +139,26 @@ class Job:
             log = self.cluster.kubectl("logs", "-n", self.namespace, pod["metadata"]["name"], "-c", "node")
             found |= {int(rank): digest for rank, step, digest in _ENDED.findall(log) if int(step) == STEPS}
         return found
+
+    def stored(self) -> set[str]:
+        """The names in its folder of the storage."""
+        with closing(open_store(self.storage_uri)) as store:
+            return {entry.name for entry in store.list(self._folder)}
+
+    def commits(self) -> dict[int, list[int]]:
+        """The steps that were ever committed, by attempt; checkpointHistories.csv outlives what retention removes."""
+        with closing(open_store(self.storage_uri)) as store:
+            rows = csv.DictReader(io.StringIO(store.read(f"{self._folder}/checkpointHistories.csv").decode()))
+        found: dict[int, list[int]] = {}
+        for row in rows:
+            if row["outcome"] == "Committed":
+                attempt = int(row["run"].rpartition("-")[2].partition(".")[0])
+                found.setdefault(attempt, []).append(int(row["global_step"]))
+        return found
+
+    @property
+    def _folder(self) -> str:
+        return f"{self.namespace}/{self.name}"
 
     # ---- its pods
 

@@ -41,6 +41,9 @@ class Release:
         """The operator's only pod that is not on its way out."""
         return self.pods("operator")[0]
 
+    def operator_node(self) -> str:
+        return str(self.operator_pod()["spec"]["nodeName"])
+
     def agent_pod(self, node: str) -> dict[str, Any]:
         return next(pod for pod in self.pods("sidecar") if pod["spec"].get("nodeName") == node)
 
