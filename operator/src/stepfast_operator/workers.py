@@ -70,7 +70,9 @@ def _ended(pod: PodView, now: float) -> Failure | None:
     if not is_failed and pod.phase != "Failed":
         return None
     if pod.has_condition(_DISRUPTION) or pod.reason in _TAKEN_AWAY:
-        return _disrupted(pod, (ended.finished_time if ended is not None else None) or now)
+        # Its peers fail before its grace is over.
+        times = (pod.deleted_time, ended.finished_time if ended is not None else None)
+        return _disrupted(pod, min((time for time in times if time is not None), default=now))
     if ended is None or not is_failed:
         said = f"{pod.reason or 'the pod failed'}: {pod.message}".rstrip(": ")
         return _failure(pod, Cause.WORKER_FAILED, now, message=pod.other_failure or said)
