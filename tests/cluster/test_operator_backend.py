@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from stepfast.kube import Kube, KubeUnavailable
+from stepfast.errors import SpecError
+from stepfast.kube import Invalid, Kube, KubeUnavailable
 from stepfast.nodestatus import JobStatus, SaveStatus
 from stepfast.step import JobKey
 from stepfast_operator import labels
@@ -151,6 +152,21 @@ def test_pod_that_goes_after_the_gang_was_whole_is_never_made_again(operator_api
         failure = gang.workers[1].failure
         assert failure is not None
         assert failure.cause is Cause.POD_DELETED
+
+    play(operator_api, scenario)
+
+
+@pytest.mark.parametrize(("attempt", "error"), [(1, SpecError), (2, Invalid)], ids=["first", "a later one"])
+def test_pods_that_are_refused_are_the_manifests_fault_in_the_first_attempt_alone(
+    operator_api: KubernetesClient, attempt: int, error: type[Exception]
+) -> None:
+    """Pods that follow from the same manifest were accepted once: what refuses them now may change again."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        bad = {"containers": [{"name": "node", "imagePullPolicy": "Sometimes"}]}
+        job = await world.make_job(template={"spec": bad})
+        with pytest.raises(error, match="imagePullPolicy"):
+            await operation.backend(job).launch(launch_of(job, attempt))
 
     play(operator_api, scenario)
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from stepfast.errors import SpecError
-from stepfast.kube import AlreadyExists, Invalid, Kube, KubeError, KubeUnavailable, PatchKind
+from stepfast.kube import AlreadyExists, InvalidObject, Kube, KubeError, KubeUnavailable, PatchKind
 from stepfast.nodestatus import JobStatus
 from stepfast.step import split_run
 from stepfast.storage.base import Store
@@ -352,7 +352,9 @@ class KubernetesBackend:
             except AlreadyExists:
                 made = await self._kube.get(f"{path}/{pod['metadata']['name']}")
                 self._check_ours(made)
-            except Invalid as error:
+            except InvalidObject as error:
+                if launch.attempt > 1 or self._pods():
+                    raise  # such pods were taken before: what refuses them now may change again
                 raise SpecError("spec", f"the API server refuses the pods that follow from it: {error}") from error
         self._view.take_pod(made)
 
