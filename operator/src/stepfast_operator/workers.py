@@ -180,6 +180,12 @@ def _pending(pod: PodView) -> str:
     return f"{pod.name}: {pod.waiting}" if pod.waiting else pod.name
 
 
+def had_ranks(pods: Iterable[PodView]) -> bool:
+    """Whether the end of any of these shows that ranks ran in it: it ended well, or names the one that failed."""
+    ends = [pod.termination for pod in pods if pod.termination is not None]
+    return any(end.exit_code == 0 or isinstance(_said(end).get("rank"), int) for end in ends)
+
+
 def previous_nodes(pods: Sequence[PodView], attempt: int) -> dict[int, str]:
     """Where the pods of the newest attempt before that one ran, by node index."""
     earlier = [pod for pod in pods if pod.attempt < attempt and pod.node is not None]
