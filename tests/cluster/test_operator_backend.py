@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from stepfast.kube import Kube, KubeUnavailable
+from stepfast.errors import SpecError
+from stepfast.kube import Invalid, Kube, KubeUnavailable
 from stepfast.nodestatus import JobStatus, SaveStatus
 from stepfast.step import JobKey
 from stepfast_operator import labels
@@ -151,6 +152,89 @@ def test_pod_that_goes_after_the_gang_was_whole_is_never_made_again(operator_api
         failure = gang.workers[1].failure
         assert failure is not None
         assert failure.cause is Cause.POD_DELETED
+
+    play(operator_api, scenario)
+
+
+async def no_sign(world: World, operation: Operation, job: ClusterJob) -> None:
+    """Its pods may all have been made, and may not."""
+
+
+async def pod_failed_alone(world: World, operation: Operation, job: ClusterJob) -> None:
+    await end_first_pod(world, operation, job, 1, "no such file: train.py")
+
+
+async def rank_failed(world: World, operation: Operation, job: ClusterJob) -> None:
+    await end_first_pod(world, operation, job, 1, json.dumps({"rank": 0, "exitCode": 1, "message": "NCCL"}))
+
+
+async def pod_succeeded(world: World, operation: Operation, job: ClusterJob) -> None:
+    await end_first_pod(world, operation, job, 0, "")
+
+
+async def end_first_pod(world: World, operation: Operation, job: ClusterJob, exit_code: int, message: str) -> None:
+    await world.kubelets.end("job-1-0", exit_code, message=message)
+    await until("it has ended", lambda: any(not pod.is_alive for pod in operation.view.pods_of(job.job, job.uid)))
+
+
+async def rank_joined(world: World, operation: Operation, job: ClusterJob) -> None:
+    await world.report(0, held(job, f"{job.uid}-1"))
+    await until("the report is read", lambda: operation.view.reports_of(job.job))
+
+
+async def rank_joined_again(world: World, operation: Operation, job: ClusterJob) -> None:
+    await world.report(0, held(job, f"{job.uid}-1.1"))
+    await until("the report is read", lambda: operation.view.reports_of(job.job))
+
+
+@pytest.mark.parametrize(
+    ("sign", "has_begun"),
+    [
+        (no_sign, False), (pod_failed_alone, False),
+        (rank_joined, True), (rank_joined_again, True), (rank_failed, True), (pod_succeeded, True),
+    ],
+)  # fmt: skip
+def test_run_that_is_known_to_have_begun_is_not_begun_again_by_the_operator_that_finishes_its_launch(
+    operator_api: KubernetesClient, sign: Callable[[World, Operation, ClusterJob], Awaitable[None]], has_begun: bool
+) -> None:
+    """The operator before it was lost when all pods were made, and it had not noted so; then a pod was taken away."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        kube = await connect(operator_api.kubeconfig, Interrupted)
+        assert isinstance(kube, Interrupted)
+        job = await world.make_job(trainer={"numNodes": 2})
+        kube.left = 4
+        try:
+            assert await cut_off(operation, kube, job, launch_of(job)), "annotation, Service, two pods"
+        finally:
+            await kube.close()
+        for index in range(2):
+            await world.kubelets.started(f"job-1-{index}")
+        await sign(world, operation, job)
+        await world.kube.delete(f"/api/v1/namespaces/{world.namespace}/pods/job-1-1")
+        await until("it is gone", lambda: len(operation.view.pods_of(job.job, job.uid)) == 1)
+        backend = operation.backend(await world.job(job))
+        await backend.launch(launch_of(job))
+        assert await world.pods() == (["job-1-0"] if has_begun else ["job-1-0", "job-1-1"])
+        gang = (await backend.observe(planned(job))).gang
+        assert gang is not None
+        failure = gang.workers[1].failure
+        assert (failure is not None and failure.cause is Cause.POD_DELETED) == has_begun
+
+    play(operator_api, scenario)
+
+
+@pytest.mark.parametrize(("attempt", "error"), [(1, SpecError), (2, Invalid)], ids=["first", "a later one"])
+def test_pods_that_are_refused_are_the_manifests_fault_in_the_first_attempt_alone(
+    operator_api: KubernetesClient, attempt: int, error: type[Exception]
+) -> None:
+    """Pods that follow from the same manifest were accepted once: what refuses them now may change again."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        bad = {"containers": [{"name": "node", "imagePullPolicy": "Sometimes"}]}
+        job = await world.make_job(template={"spec": bad})
+        with pytest.raises(error, match="imagePullPolicy"):
+            await operation.backend(job).launch(launch_of(job, attempt))
 
     play(operator_api, scenario)
 

@@ -16,6 +16,7 @@ from stepfast_operator import labels
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.record import State, Status
 from testcluster.controlplane import ApiServer, KubernetesClient
+from testoperator.admission import WHY, Rule, denied
 from testoperator.polling import until
 from testoperator.world import API, Operation, World, manifest
 
@@ -242,15 +243,61 @@ async def events_of(world: World, job: ClusterJob) -> list[Any]:
     return [event for event in listed["items"] if event["involvedObject"]["uid"] == job.uid]
 
 
-def test_pods_that_the_api_server_refuses_fail_the_job_with_why(operator_api: KubernetesClient) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        pytest.param({"imagePullPolicy": "Sometimes"}, "imagePullPolicy", id="invalid"),
+        pytest.param({"resources": {"limits": {"cpu": "many"}}}, "quantities must match", id="unreadable"),
+    ],
+)
+def test_pods_that_the_api_server_refuses_fail_the_job_with_why(
+    operator_api: KubernetesClient, wrong: Any, named: str
+) -> None:
     async def scenario(world: World, operation: Operation) -> None:
-        bad = {"containers": [{"name": "node", "imagePullPolicy": "Sometimes"}]}
-        job = await world.make_job(template={"spec": bad})
+        job = await world.make_job(template={"spec": {"containers": [{"name": "node", **wrong}]}})
         status = await reaches(world, job, State.FAILED)
         [failed] = [condition for condition in status.conditions if condition.type == "Failed"]
         assert failed.reason == "InvalidSpec"
-        assert "imagePullPolicy" in failed.message
+        assert named in failed.message
         assert await world.pods() == []
+
+    play(operator_api, scenario)
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_recovery_that_an_admission_rule_denies_goes_on_once_it_is_let(
+    operator_api: KubernetesClient, rule: Rule
+) -> None:
+    """Else a registry that is away for a moment ends a job of weeks."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        assert isinstance(operator_api, ApiServer)
+        job = await world.make_job()
+        await world.kubelets.started("job-1-0")
+        async with denied(operator_api, world.kube, world.namespace, "job-2-", rule):
+            await world.kubelets.end("job-1-0", 7)
+            await is_told(world, job, WHY)
+            assert not (await world.status(job)).is_terminal
+        await world.kubelets.end("job-2-0", 0)
+        status = await reaches(world, job, State.COMPLETE)
+        assert (status.attempt, status.restarts) == (2, 1)
+
+    play(operator_api, scenario)
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_first_launch_that_an_admission_rule_denies_is_tried_until_the_start_deadline(
+    operator_api: KubernetesClient, rule: Rule
+) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        assert isinstance(operator_api, ApiServer)
+        async with denied(operator_api, world.kube, world.namespace, "job-", rule):
+            job = await world.make_job(startupDeadlineSeconds=2)
+            await is_told(world, job, WHY)
+            status = await reaches(world, job, State.FAILED)
+        [failed] = [condition for condition in status.conditions if condition.type == "Failed"]
+        assert failed.reason == "StartupDeadlineExceeded"
+        assert status.attempt == 1
 
     play(operator_api, scenario)
 

@@ -108,6 +108,52 @@ def test_ranks_that_fail_because_a_pod_was_taken_away_are_not_blamed(make_world:
     assert world.status.last_failure.pod == "uid-1-1"
 
 
+ON_ONE = {"name": "one", "action": "FailJob", "onExitCodes": {"operator": "In", "values": [1]}}
+NONE_LEFT = {"maxRestarts": 0, "rules": [ON_ONE]}
+
+
+@pytest.mark.parametrize("strategy", ["Recreate", "InPlace"])
+def test_pod_that_vanished_while_nobody_looked_is_blamed_and_not_the_peer_that_failed_without_it(
+    make_world: MakeWorld, strategy: str
+) -> None:
+    """A drain takes the operator and a pod along: the next operator finds the peer's failure, and no pod."""
+    policy = {**NONE_LEFT, "restartStrategy": strategy}
+    world = make_world(trainer={"command": ["torchrun", "t.py"], "numNodes": 2}, failurePolicy=policy)
+    world.start(staged=10)
+    world.fail(rank=0)
+    failed = world.now
+    world.advance(20)
+    world.vanish(node=1)
+    world.relaunched()
+    last, recovery = world.status.last_failure, world.status.recoveries[-1]
+    assert (last.reason, last.rank, last.exit_code, last.rule) == (Cause.POD_DELETED, None, None, None)
+    assert last.message == "the pod of node index 1 is gone; seen first: rank 0 failed: failed"
+    assert (last.failure_time, recovery.failure_time) == (failed, failed), "not after what came of it"
+    assert (world.status.attempt, recovery.counted, world.status.restarts_count_towards_max) == (2, False, 0)
+
+
+@pytest.mark.parametrize("cause", [Cause.OOM_KILLED, Cause.POD_EVICTED, Cause.NODE_LOST])
+def test_failure_that_a_vanished_pod_cannot_have_caused_is_told_as_it_is(make_world: MakeWorld, cause: Cause) -> None:
+    world = make_world(trainer={"command": ["torchrun", "t.py"], "numNodes": 2})
+    world.start(staged=10)
+    world.take_away(cause, node=0)
+    world.advance(20)
+    world.vanish(node=1)
+    world.relaunched()
+    assert (world.status.last_failure.reason, world.status.last_failure.node) == (cause, "node-0")
+
+
+def test_pods_that_go_while_a_failed_gang_is_ended_change_nothing_of_why(make_world: MakeWorld) -> None:
+    world = make_world(trainer={"command": ["torchrun", "t.py"], "numNodes": 2}, failurePolicy=NONE_LEFT)
+    world.start(staged=10)
+    world.fail(rank=0)
+    world.look()
+    world.vanish(node=1)
+    world.settle()
+    assert world.status.state is State.FAILED
+    assert world.status.last_failure.reason is Cause.RANK_FAILED
+
+
 def fail_by_a_lost_node(world: Any) -> None:
     """A node is lost; at first all that shows is that a rank elsewhere lost its peer, and a pod that does not end."""
     world.start(staged=10)

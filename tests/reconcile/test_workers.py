@@ -233,6 +233,18 @@ def test_disruption_that_has_not_deleted_the_pod_yet_is_dated_now_and_not_when_t
     assert (failure.cause, failure.time) == (Cause.POD_EVICTED, NOW)
 
 
+def test_disrupted_pod_that_has_ended_is_dated_when_it_was_asked_to_and_not_when_its_grace_let_it() -> None:
+    """Its peers fail before it has ended."""
+    pod = pod_json(
+        phase="Failed",
+        metadata={"deletionTimestamp": "2025-12-31T23:59:40Z", "deletionGracePeriodSeconds": 30},
+        conditions=[condition("DisruptionTarget", "True", "EvictionByEvictionAPI")],
+        containerStatuses=[ended(143)],
+    )
+    failure = failure_of(pod)
+    assert (failure.cause, failure.time) == (Cause.POD_EVICTED, NOW - 50)
+
+
 def test_condition_that_does_not_hold_is_no_disruption() -> None:
     pod = pod_json(phase="Running", conditions=[condition("DisruptionTarget", "False")])
     assert worker_of(pod).failure is None

@@ -104,7 +104,7 @@ def _amend(observed: Observed) -> AmendFailure | None:
         return None
     failures = [worker.failure for worker in observed.gang.workers if worker.failure is not None]
     lost = next((failure for failure in failures if failure.cause is Cause.NODE_LOST), None)
-    if lost is None or last.reason not in (Cause.RANK_FAILED, Cause.WORKER_FAILED):
+    if lost is None or last.reason not in restart.PEERS_FAIL_WITH:
         return None
     judged = restart.judge(observed.spec.failure_policy, lost)
     return AmendFailure(

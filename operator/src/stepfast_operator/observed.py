@@ -57,6 +57,11 @@ class Failure:
     reason: str | None = None
     pod_conditions: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def is_vanished_pod(self) -> bool:
+        """Whether it is a pod that is no more, whose end nobody saw: `time` is when it was missed."""
+        return self.cause is Cause.POD_DELETED and self.pod is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:

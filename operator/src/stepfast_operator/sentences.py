@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from stepfast.sizes import size_text
+from stepfast_operator.observed import Failure
 from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status
 
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
@@ -18,6 +19,13 @@ def describe_failure(failure: LastFailure) -> str:
     code = f", {code}" if code and not re.search(rf"\b{code}\b", failure.message) else ""
     message = f": {failure.message}" if failure.message else ""
     return f"attempt {failure.attempt} failed: {failure.reason} ({who}{where}{code}){message}"
+
+
+def with_seen_first(cause: str, seen: Failure | LastFailure) -> str:
+    """The true cause of an attempt's end, and what it was taken for, or would have been."""
+    who = f"rank {seen.rank}" if seen.rank is not None else seen.node or "a worker"
+    message = f"{cause}; seen first: {who} failed"
+    return f"{message}: {seen.message}" if seen.message else message
 
 
 def describe_in_place(recovery: Recovery) -> str:

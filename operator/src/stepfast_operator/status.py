@@ -53,6 +53,7 @@ from stepfast_operator.record import (
     TrainerStatus,
     Verdict,
 )
+from stepfast_operator.sentences import with_seen_first
 from stepfast_operator.spec import RuleAction
 
 # What the API calls what follows a failure.
@@ -209,8 +210,6 @@ def _amend(status: Status, record: AmendFailure) -> Status:
     failure, current, last = record.failure, status.current, status.last_failure
     if current is None or last is None:
         return status
-    seen = f"rank {last.rank}" if last.rank is not None else last.node or "a worker"
-    message = f"{failure.message or 'its node was lost'}; seen first: {seen} failed"
     last = replace(
         last,
         reason=failure.cause,
@@ -220,7 +219,7 @@ def _amend(status: Status, record: AmendFailure) -> Status:
         node=failure.node,
         rank=None,
         exit_code=failure.exit_code,
-        message=f"{message}: {last.message}" if last.message else message,
+        message=with_seen_first(failure.message or "its node was lost", last),
     )
     current = replace(
         current, verdict=record.verdict, fail_reason=record.fail_reason, fail_message=record.fail_message

@@ -70,7 +70,9 @@ def _ended(pod: PodView, now: float) -> Failure | None:
     if not is_failed and pod.phase != "Failed":
         return None
     if pod.has_condition(_DISRUPTION) or pod.reason in _TAKEN_AWAY:
-        return _disrupted(pod, (ended.finished_time if ended is not None else None) or now)
+        # Its peers fail before its grace is over.
+        times = (pod.deleted_time, ended.finished_time if ended is not None else None)
+        return _disrupted(pod, min((time for time in times if time is not None), default=now))
     if ended is None or not is_failed:
         said = f"{pod.reason or 'the pod failed'}: {pod.message}".rstrip(": ")
         return _failure(pod, Cause.WORKER_FAILED, now, message=pod.other_failure or said)
@@ -176,6 +178,12 @@ def _pending(pod: PodView) -> str:
     if scheduled is not None and scheduled[1] == "False":
         return f"{pod.name}: {scheduled[2]}: {scheduled[3]}"
     return f"{pod.name}: {pod.waiting}" if pod.waiting else pod.name
+
+
+def had_ranks(pods: Iterable[PodView]) -> bool:
+    """Whether the end of any of these shows that ranks ran in it: it ended well, or names the one that failed."""
+    ends = [pod.termination for pod in pods if pod.termination is not None]
+    return any(end.exit_code == 0 or isinstance(_said(end).get("rank"), int) for end in ends)
 
 
 def previous_nodes(pods: Sequence[PodView], attempt: int) -> dict[int, str]:

@@ -59,7 +59,11 @@ class Unauthorized(Forbidden):
 
 
 class Invalid(KubeError):
-    """The object breaks a rule of the API; the message says which."""
+    """The object breaks a rule of the API, or one that somebody made for the cluster; the message says which."""
+
+
+class InvalidObject(Invalid):
+    """The API itself cannot take such an object, now or later: nobody's admission rule was asked."""
 
 
 class PatchKind(StrEnum):
@@ -256,10 +260,23 @@ def _error_of(code: int, status: JSON, what: str) -> KubeError:
         case 403, _:
             return Forbidden(message)
         case ((400 | 422), _):
-            return Invalid(message)
+            return InvalidObject(message) if _is_of_the_api(code, status) else Invalid(message)
         case ((408 | 429), _):
             return KubeUnavailable(message)
         case _ if code >= 500:
             return KubeUnavailable(message)
         case _:
             return KubeError(message)
+
+
+def _is_of_the_api(code: int, status: JSON) -> bool:
+    """Whether the API's own validation refuses. A policy's denial is a 422 Invalid, too, but names no field; a
+    webhook's is whatever it says itself, behind words of the API server's.
+    """
+    message = str(status.get("message") or "")
+    if message.startswith("admission webhook "):
+        return False
+    if code == 400:
+        return "cannot be handled as a" in message
+    causes = (status.get("details") or {}).get("causes") or ()
+    return status.get("reason") == "Invalid" and any(cause.get("field") for cause in causes)

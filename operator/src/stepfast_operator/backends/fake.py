@@ -157,6 +157,12 @@ class FakeBackend:
             pod_conditions=evicted,
         )
 
+    def vanish(self, node: int = 0) -> None:
+        """A pod is no more; how it ended nobody saw."""
+        self.gang.phases[node] = WorkerPhase.FAILED
+        gone = f"the pod of node index {node} is gone"
+        self.gang.failures[node] = Failure(cause=Cause.POD_DELETED, time=self.now, message=gone)
+
     def succeed(self) -> None:
         gang = self.gang
         gang.phases = dict.fromkeys(gang.phases, WorkerPhase.SUCCEEDED)

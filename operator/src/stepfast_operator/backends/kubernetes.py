@@ -5,8 +5,8 @@ pod that was told to end counts as living until the kubelet says that it has end
 because its node does not answer.
 
 That an attempt was launched is written into an annotation of the TrainingJob before its first pod is made, and that all
-its pods were made after the last one: pods that are missing after that were deleted by somebody, and no run is begun
-twice (I1).
+its pods were made after the last one: pods that are missing after that, or once a rank of the run is known, were
+deleted by somebody, and no run is begun twice (I1).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from stepfast.errors import SpecError
-from stepfast.kube import AlreadyExists, Invalid, Kube, KubeError, KubeUnavailable, PatchKind
+from stepfast.kube import AlreadyExists, InvalidObject, Kube, KubeError, KubeUnavailable, PatchKind
 from stepfast.nodestatus import JobStatus
 from stepfast.step import split_run
 from stepfast.storage.base import Store
@@ -44,7 +44,7 @@ from stepfast_operator.observed import (
 )
 from stepfast_operator.podview import NodeReport, PodView
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
-from stepfast_operator.workers import previous_nodes, workers_of
+from stepfast_operator.workers import had_ranks, previous_nodes, workers_of
 from stepfast_operator.writepace import WritePace
 
 _KILL_GRACE_SECONDS = 1  # the least that still waits for the kubelet's word; none at all would only delete the record
@@ -164,14 +164,9 @@ class KubernetesBackend:
         if any(pod.is_alive and pod.run in others for pod in self._pods()):
             raise KubeUnavailable(f"pods of {', '.join(sorted(others))} have not ended yet: none is made beside them")
         await self._make_service()
-        before = previous_nodes(self._pods(), launch.attempt)
-        gate = asyncio.Semaphore(_PARALLEL)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index in range(launched.nodes):
-                    group.create_task(self._make_pod(launch, index, before.get(index), gate), name=f"make pod {index}")
-        except* (KubeError, SpecError, NotLeading) as several:
-            raise _first(several) from None
+        # An operator may be lost between the last pod and the note: what is missing by now was there.
+        if not self._has_begun(launch.run):
+            await self._make_pods(launch, launched.nodes)
         await self._note(replace(launched, is_whole=True))
         self._asked_to_end.clear()
         await self._clear(launch.attempt)
@@ -335,6 +330,22 @@ class KubernetesBackend:
         except AlreadyExists:
             self._check_ours(await self._kube.get(f"{path}/{self._job.job.name}"))
 
+    def _has_begun(self, run: str) -> bool:
+        """Whether any rank of the run is known to have been there: none is until all pods have met."""
+        is_told = any(self._holds(report, run) for report in self._view.reports_of(self._job.job))
+        return is_told or had_ranks(pod for pod in self._pods() if pod.run == run)
+
+    async def _make_pods(self, launch: LaunchGang, nodes: int) -> None:
+        """Makes those that are not there."""
+        before = previous_nodes(self._pods(), launch.attempt)
+        gate = asyncio.Semaphore(_PARALLEL)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(nodes):
+                    group.create_task(self._make_pod(launch, index, before.get(index), gate), name=f"make pod {index}")
+        except* (KubeError, SpecError, NotLeading) as several:
+            raise _first(several) from None
+
     async def _make_pod(self, launch: LaunchGang, index: int, node: str | None, gate: asyncio.Semaphore) -> None:
         job = self._job
         uri = self._job_storage().uri
@@ -347,7 +358,9 @@ class KubernetesBackend:
             except AlreadyExists:
                 made = await self._kube.get(f"{path}/{pod['metadata']['name']}")
                 self._check_ours(made)
-            except Invalid as error:
+            except InvalidObject as error:
+                if launch.attempt > 1 or self._pods():
+                    raise  # such pods were taken before: what refuses them now may change again
                 raise SpecError("spec", f"the API server refuses the pods that follow from it: {error}") from error
         self._view.take_pod(made)
 

@@ -7,12 +7,14 @@ further one for twice as long. A restart after progress comes at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from stepfast_operator.observed import DeadRank, Failure, Observed, WorkerPhase
 from stepfast_operator.policies import inplace
 from stepfast_operator.record import Cause, FailedReason, Status, Verdict
+from stepfast_operator.sentences import with_seen_first
 from stepfast_operator.spec import Backoff, FailurePolicy, Rule, RuleAction
 
 # torchrun tells the exit code within milliseconds; only when it cannot is the agent's word alone taken for a
@@ -25,6 +27,8 @@ UNTOLD_SECONDS = 3.0
 UNCOUNTED = frozenset({Cause.SUPERVISOR_RESTARTED, Cause.SUSPENDED})
 # Done to a pod from outside: never counted towards maxRestarts, backed off only without progress.
 DISRUPTIONS = frozenset({Cause.POD_DELETED, Cause.POD_EVICTED, Cause.NODE_LOST})
+# How a worker ends whose peer was taken away, seen from itself.
+PEERS_FAIL_WITH = frozenset({Cause.RANK_FAILED, Cause.WORKER_FAILED})
 _DISRUPTED = ("DisruptionTarget", "True")
 
 
@@ -50,7 +54,7 @@ def failure_of(observed: Observed) -> Failure | None:
     failures = [_dated(observed, failure) for failure in _worker_failures(observed)]
     if failures:
         earliest = min(failures, key=lambda failure: failure.time)
-        return None if _untold(observed, earliest.time) else earliest
+        return None if _untold(observed, earliest.time) else _blamed(earliest, failures)
     dead = [rank for rank in _dead_ranks(observed) if observed.now - rank.ended_time >= DEAD_RANK_GRACE_SECONDS]
     if not dead:
         return None
@@ -62,6 +66,16 @@ def failure_of(observed: Observed) -> Failure | None:
         rank=first.rank,
         message="its process is gone; nobody saw its exit status",
     )
+
+
+def _blamed(earliest: Failure, failures: Iterable[Failure]) -> Failure:
+    """A pod that vanished, if there is one, where ranks seem to have failed first: it is dated when it was missed,
+    after the peers that failed because of it. What else befell a pod has its cause in that pod.
+    """
+    gone = next((failure for failure in failures if failure.is_vanished_pod), None)
+    if gone is None or earliest.cause not in PEERS_FAIL_WITH:
+        return earliest
+    return replace(gone, time=earliest.time, message=with_seen_first(gone.message, earliest))
 
 
 def _untold(observed: Observed, time: float) -> list[DeadRank]:
