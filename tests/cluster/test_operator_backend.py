@@ -27,7 +27,7 @@ from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.document import JSON
 from stepfast_operator.lease import NotLeading
 from stepfast_operator.observed import AgentState, Committed, WorkerPhase
-from stepfast_operator.record import Cause, CheckpointStatus
+from stepfast_operator.record import Cause, CheckpointStatus, Status
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testoperator.kubelet import READY, SILENT
 from testoperator.polling import until
@@ -501,6 +501,76 @@ def test_agent_is_awaited_until_it_has_taken_the_request_in(operator_api: Kubern
 
         await until("it is taken in", is_taken_in)
         assert operation.view.pods_of(job.job, job.uid)[0].run == f"{job.uid}-1"
+
+    play(operator_api, scenario)
+
+
+def flush_asked(job: ClusterJob) -> Status:
+    """What was written when the agents had been asked."""
+    status = planned(job)
+    assert status.current is not None
+    return replace(status, current=replace(status.current, flush_asked_time=2.0))
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["the request stands", "somebody took it away"])
+def test_next_operator_awaits_the_agents_that_have_not_taken_the_request_in(
+    operator_api: KubernetesClient, is_lost: bool
+) -> None:
+    """Or their reports, which are older than the request, would tell it that nothing is left."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job(trainer={"numNodes": 2})
+        run = f"{job.uid}-1"
+        await operation.backend(job).launch(launch_of(job))
+        nodes = [world.kubelets.node(index) for index in range(2)]
+        for index, node in enumerate(nodes):
+            await world.kubelets.started(f"job-1-{index}")
+            await world.report(index)
+            await until(
+                "the node is known",
+                lambda node=node: operation.view.is_ready(node) and operation.view.reports.get(node),
+            )
+        await operation.backend(job).flush(run)
+        await world.report(1)
+        if is_lost:
+            await world.kube.patch(f"{API}/checkpointnodes/{nodes[0]}", {"spec": {"requests": []}})
+            await world.report(0)
+        await operation.close()
+        following = await world.operate()
+        backend, status = following.backend(await world.job(job)), flush_asked(job)
+        assert (await backend.observe(status)).awaited_agents == (nodes[0],)
+        await backend.flush(run)
+        assert await asked_of(world, 0) == [("job", run, "Flush")]
+        assert (await backend.observe(status)).awaited_agents == (nodes[0],)
+        await world.report(0)
+
+        async def is_taken_in() -> bool:
+            return (await backend.observe(status)).awaited_agents == ()
+
+        await until("it is taken in", is_taken_in)
+        last = following.backend(await world.job(job))
+        assert (await last.observe(status)).awaited_agents == (), "it knows that without asking"
+
+    play(operator_api, scenario)
+
+
+def test_next_operator_awaits_no_agent_of_a_node_that_is_lost_or_never_had_one(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job(trainer={"numNodes": 2})
+        await operation.backend(job).launch(launch_of(job))
+        for index in range(2):
+            await world.kubelets.started(f"job-1-{index}")
+        node = world.kubelets.node(0)
+        await world.report(0)
+        await until("the node is known", lambda: operation.view.is_ready(node) and operation.view.reports.get(node))
+        await operation.backend(job).flush(f"{job.uid}-1")
+        await operation.close()
+        following = await world.operate()
+        backend, status = following.backend(await world.job(job)), flush_asked(job)
+        assert (await backend.observe(status)).awaited_agents == (node,)
+        await world.kubelets.say(0, SILENT)
+        await until("the node is silent", lambda: not following.view.is_ready(node))
+        assert (await backend.observe(status)).awaited_agents == ()
 
     play(operator_api, scenario)
 

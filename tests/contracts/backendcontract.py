@@ -139,6 +139,7 @@ async def launched_gang_is_seen_and_launching_it_again_changes_nothing(harness: 
     gang = await observed_gang(harness.backend, status, WorkerPhase.RUNNING)
     await harness.backend.launch(LaunchGang(attempt=1, run=run, resume_step=0))
     assert gang.run == run
+    assert gang.workers[0].running_since is not None
     assert await observed_gang(harness.backend, status, WorkerPhase.RUNNING) == gang
     assert (await harness.backend.observe(status)).live_runs == {run}
 

@@ -158,6 +158,81 @@ def test_suspend_saves_waits_for_the_commit_and_stops_in_order(make_world: MakeW
     assert (world.launch_of(2).resume_step, world.status.restarts) == (12, 0)
 
 
+def forget_ranks(world: Any, *which: int) -> dict[int, Any]:
+    """An agent was restarted: it knows what the run left in memory, and none of its ranks until they come back."""
+    return {rank: world.gang.ranks.pop(rank) for rank in which or tuple(world.gang.ranks)}
+
+
+@pytest.mark.parametrize("which", [(), (1,)], ids=["every agent", "the one whose rank lives"])
+def test_suspend_waits_for_ranks_that_have_yet_to_come_back_to_their_agent(
+    make_world: MakeWorld, which: tuple[int, ...]
+) -> None:
+    world = make_world()
+    world.start()
+    world.make_step(12)
+    world.settle()
+    if which:
+        world.gang.ranks[0] = replace(world.gang.ranks[0], alive=False, clean=True, ended_time=world.now)
+    world.committed["uid-1"] = 0  # the agent knows the run
+    ranks = forget_ranks(world, *which)
+    world.intent = Intent.SUSPEND
+    for _ in range(3):
+        world.turn()
+    assert world.gang.lives
+    assert world.status.current.stopping_time is None
+    world.gang.ranks |= ranks
+    pass_until(world, lambda: world.final)
+    world.persist("uid-1")
+    world.settle()
+    assert world.status.state == State.SUSPENDED
+    assert 12 in world.steps
+
+
+def test_suspend_waits_for_ranks_that_never_come_back_no_longer_than_its_grace(make_world: MakeWorld) -> None:
+    world = make_world(checkpoint={"gracefulSuspendSeconds": 20})
+    world.start()
+    world.make_step(12)
+    world.settle()
+    forget_ranks(world)
+    world.intent = Intent.SUSPEND
+    began = world.now
+    pass_until(world, lambda: not world.gang.lives)
+    assert 20 <= world.now - began < 22
+
+
+def end_ranks(world: Any) -> None:
+    world.start()
+    world.make_step(12)
+    world.settle()
+    for rank, status in world.gang.ranks.items():
+        world.gang.ranks[rank] = replace(status, alive=False, clean=True, ended_time=world.now)
+
+
+def run_without_ranks(world: Any) -> None:
+    world.launched()
+    for _ in range(10):
+        world.advance(5)
+        world.look()
+    assert world.status.state is State.RUNNING
+
+
+NOBODY: dict[str, Callable[[Any], None]] = {
+    "all ranks have ended": end_ranks,
+    "no rank has joined yet": lambda world: world.launched(),
+    "a script without the SDK": run_without_ranks,
+}
+
+
+@pytest.mark.parametrize("begin", [pytest.param(begin, id=name) for name, begin in NOBODY.items()])
+def test_suspend_waits_for_no_save_where_nobody_is_to_save(make_world: MakeWorld, begin: Callable[[Any], None]) -> None:
+    world = make_world(checkpoint={"gracefulSuspendSeconds": 20})
+    begin(world)
+    world.intent = Intent.SUSPEND
+    began = world.now
+    pass_until(world, lambda: world.status.current.stopping_time is not None)
+    assert world.now - began < 2
+
+
 def test_second_interrupt_stops_at_once_and_still_flushes(make_world: MakeWorld) -> None:
     world = make_world()
     world.start()

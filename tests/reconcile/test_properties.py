@@ -97,6 +97,7 @@ EVENTS: dict[str, Callable[[Any], None]] = {
     "resume": lambda world: setattr(world, "intent", Intent.RUN),
     "wait": lambda world: world.advance(1),
     "wait long": lambda world: world.advance(90),
+    # What the agents have yet to take in outlives it: that stands in their CheckpointNodes.
     KILL: lambda world: None,
 }
 

@@ -299,6 +299,23 @@ def test_gang_that_was_asked_to_end_does_not_fail_by_ending(pod: JSON, node: Nod
     assert (missing.phase, missing.failure) == (FAILED, None)
 
 
+WAITS = container(waiting={"reason": "ContainerCreating"})
+BESIDE = container("logs", running={"startedAt": "2025-12-31T23:00:01Z"})
+
+
+@pytest.mark.parametrize(
+    ("pod", "since"),
+    [
+        pytest.param(ALIVE, NOW - 3595, id="running"),
+        pytest.param(pod_json(phase="Running", containerStatuses=[BESIDE, WAITS]), None, id="only one beside it runs"),
+        pytest.param(PULLING, None, id="image pull"),
+        pytest.param(GONE_WELL, None, id="succeeded"),
+    ],
+)
+def test_worker_runs_since_the_trainers_own_container_does(pod: JSON, since: float | None) -> None:
+    assert worker_of(pod).running_since == since
+
+
 def test_rank_that_fails_while_the_gang_ends_is_told() -> None:
     pod = pod_json(phase="Failed", containerStatuses=[ended(139, message=launcher())])
     failure = worker_of(pod, is_stopping=True).failure

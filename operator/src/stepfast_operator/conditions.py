@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from stepfast_operator import sentences
 from stepfast_operator.observed import Observed
 from stepfast_operator.policies import deadline, freshness
 from stepfast_operator.record import Condition, ConditionType, State, Status
@@ -53,9 +54,9 @@ def _suspended(status: Status) -> Condition:
 
 
 def _pods_ready(status: Status, observed: Observed) -> Condition:
-    kind, current = ConditionType.PODS_READY, status.current
-    if status.state in _READY_STATES and current is not None and current.pods_ready_time is not None:
-        return _make(kind, True, "PodsReady")
+    kind = ConditionType.PODS_READY
+    if status.state in _READY_STATES and status.is_gang_up:
+        return _make(kind, True, "PodsReady", sentences.PODS_WITHOUT_RANKS if status.is_up_without_ranks else "")
     pending = deadline.describe_pending(observed) if status.open_attempt is not None else None
     return _make(kind, False, "PodsNotReady" if pending is None else "PodsPending", pending or "")
 

@@ -110,7 +110,9 @@ def _lived(seen: Pass) -> Iterator[JobEvent]:
     if is_restarted:
         yield _warning(EventReason.RESTARTING, sentences.describe_in_place(status.recoveries[-1]))
     if after.pods_ready_time is not None and (before.pods_ready_time is None or is_restarted):
-        yield _normal(EventReason.PODS_READY, "all ranks are here")
+        yield _normal(EventReason.PODS_READY, sentences.ALL_RANKS)
+    if status.is_up_without_ranks and not seen.before.is_up_without_ranks:
+        yield _normal(EventReason.PODS_READY, sentences.PODS_WITHOUT_RANKS)
     restored = sentences.describe_restore(before, after, status)
     if restored is not None:
         is_planned = after.in_place_restarts > 0 or after.start_step >= after.resume_step

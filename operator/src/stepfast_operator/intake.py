@@ -10,7 +10,7 @@ from math import ceil
 
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast_operator.observed import Gang, Intent, Observed, WorkerPhase
-from stepfast_operator.policies import deadline, inplace, restart
+from stepfast_operator.policies import deadline, inplace, readiness, restart
 from stepfast_operator.record import (
     Attempt,
     CheckpointStatus,
@@ -23,9 +23,6 @@ from stepfast_operator.record import (
     TrainerStatus,
 )
 
-# A script that has not joined by then is taken to be one that never uses the SDK: it runs as well as can be
-# told.
-READY_WITHOUT_SDK_SECONDS = 30.0
 _NO_TIER = "None"  # a rank's word for having restored nothing
 
 
@@ -45,10 +42,11 @@ def take_in(observed: Observed) -> Status:
         status, current = inplace.take_in(observed, status, current)
         planned, current = current, _attempt(observed, current, ranks)
         status = _count_really_restored(status, current, planned)
+        status = replace(status, state=readiness.state_without_ranks(observed, status, current))
+    status = replace(status, current=current)
     status = replace(
         status,
-        current=current,
-        nodes=_nodes(observed, current),
+        nodes=_nodes(observed, current, is_up=status.is_gang_up),
         trainer_status=_trainer(status.trainer_status, current, ranks),
         checkpoint=_checkpoint(observed, status.checkpoint, current, reports, ranks),
     )
@@ -63,8 +61,8 @@ def _attempt(observed: Observed, attempt: Attempt, ranks: Sequence[RankStatus]) 
     """
     joined, world_size = deadline.joined_ranks(observed, attempt.run)
     are_all_here = 0 < world_size <= joined
-    if attempt.pods_ready_time is None:
-        attempt = replace(attempt, pods_ready_time=_ready_time(observed, ranks, are_all_here))
+    if attempt.pods_ready_time is None and are_all_here:
+        attempt = replace(attempt, pods_ready_time=max(rank.joined_time for rank in ranks))
     restored = [rank.restored_time for rank in ranks if rank.restored_time is not None]
     if attempt.restored_time is None and are_all_here and len(restored) >= world_size:
         attempt = replace(attempt, restored_time=max(restored))
@@ -102,21 +100,12 @@ def _advance(attempt: Attempt, new: Sequence[tuple[int, float]], now: float, *, 
     return attempt
 
 
-def _ready_time(observed: Observed, ranks: Sequence[RankStatus], are_all_here: bool) -> float | None:
-    if are_all_here:
-        return max(rank.joined_time for rank in ranks)
-    gang = observed.gang
-    if gang is None or ranks or any(worker.phase is not WorkerPhase.RUNNING for worker in gang.workers):
-        return None
-    return observed.now if observed.now - gang.launched_time >= READY_WITHOUT_SDK_SECONDS else None
-
-
-def _nodes(observed: Observed, current: Attempt) -> Nodes:
+def _nodes(observed: Observed, current: Attempt, *, is_up: bool) -> Nodes:
     phases = [worker.phase for worker in observed.gang.workers] if observed.gang is not None else []
     running = phases.count(WorkerPhase.RUNNING)
     return Nodes(
         desired=observed.spec.trainer.num_nodes,
-        ready=running if current.pods_ready_time is not None and current.ended_time is None else 0,
+        ready=running if is_up and current.ended_time is None else 0,
         active=running + phases.count(WorkerPhase.PENDING),
         succeeded=phases.count(WorkerPhase.SUCCEEDED),
         failed=phases.count(WorkerPhase.FAILED),

@@ -67,6 +67,7 @@ class Failure:
 class Worker:
     """One node's share of the gang. `failure` may be there while the phase is still Running: a rank died
     already. `node` is where it runs, or the pod's name while it runs nowhere; `message` says why it is pending.
+    `running_since` is when its launcher began to run, which the pull of an image may put off; None while it does not.
     """
 
     index: int
@@ -75,6 +76,7 @@ class Worker:
     failure: Failure | None = None
     pod: str | None = None
     message: str = ""
+    running_since: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,7 @@ class PodView:
     deleted_time: float | None  # when somebody asked for its end
     waiting: str  # why its container has not started
     termination: Termination | None
+    running_since: float | None = None  # when the trainer's container began to run, if it does
     other_failure: str = ""  # how a container beside the trainer's failed, or one before it
 
     @property
@@ -128,6 +129,7 @@ def pod_of(pod: JSON) -> PodView | None:
         deleted_time=_deleted_time(metadata),
         waiting=_waiting_before(before) or _waiting(state),
         termination=_termination(state.get("terminated")),
+        running_since=_time((state.get("running") or {}).get("startedAt")),
         other_failure=next(filter(None, map(_failed, others)), ""),
     )
 

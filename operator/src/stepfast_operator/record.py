@@ -297,5 +297,23 @@ class Status:
         """The attempt whose gang runs or is about to; None between attempts."""
         return self.current if self.current is not None and self.current.ended_time is None else None
 
+    @property
+    def is_up_without_ranks(self) -> bool:
+        """Whether the current attempt is taken to be up though its ranks were never all here: its script seems not to
+        use the SDK. Once suspended it is what it was before.
+        """
+        current = self.current
+        if current is None or current.pods_ready_time is not None or current.in_place_restarts > 0:
+            return False
+        was_ready = self.condition(ConditionType.PODS_READY)
+        is_suspending = self.state is State.SUSPENDING and was_ready is not None and was_ready.status == "True"
+        return self.state is State.RUNNING or is_suspending
+
+    @property
+    def is_gang_up(self) -> bool:
+        """Whether all ranks of the current attempt have joined, or it is taken to be up without them."""
+        is_ready = self.current is not None and self.current.pods_ready_time is not None
+        return is_ready or self.is_up_without_ranks
+
     def condition(self, kind: ConditionType) -> Condition | None:
         return next((condition for condition in self.conditions if condition.type is kind), None)

@@ -8,6 +8,10 @@ from stepfast.sizes import size_text
 from stepfast_operator.observed import Failure
 from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status
 
+ALL_RANKS = "all ranks are here"
+_NO_RANK = "no rank uses the SDK yet"
+PODS_WITHOUT_RANKS = f"all pods run; {_NO_RANK}"
+GANG_WITHOUT_RANKS = f"the gang runs; {_NO_RANK}"
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 

@@ -372,4 +372,6 @@ def _state_of(status: Status) -> State:
         return State.SUSPENDING
     if current.pods_ready_time is not None:
         return State.RUNNING
-    return State.RESTARTING if current.in_place_restarts else State.STARTING
+    if current.in_place_restarts:
+        return State.RESTARTING
+    return State.RUNNING if status.is_up_without_ranks else State.STARTING

@@ -60,6 +60,7 @@ def _worker(
         phase=phase,
         failure=failure,
         message=_pending(pod) if phase is WorkerPhase.PENDING else "",
+        running_since=pod.running_since,
     )
 
 

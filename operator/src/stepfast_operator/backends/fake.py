@@ -43,6 +43,7 @@ class FakeGang:
     ranks: dict[int, RankStatus] = field(default_factory=dict)
     earlier_ranks: list[dict[int, RankStatus]] = field(default_factory=list)  # before each in-place restart
     messages: dict[int, str] = field(default_factory=dict)  # why a node's worker is pending
+    running_since: dict[int, float] = field(default_factory=dict)  # of a node whose worker was pending for a while
 
 
 class FakeBackend:
@@ -83,6 +84,15 @@ class FakeBackend:
     def gang(self) -> FakeGang:
         """The gang that was launched last."""
         return self.gangs[self.launches[-1].run]
+
+    def hold_up(self, message: str = "ContainerCreating") -> None:
+        """No worker of the gang runs yet."""
+        for node in self.gang.phases:
+            self.gang.phases[node], self.gang.messages[node] = WorkerPhase.PENDING, message
+
+    def begin_to_run(self, node: int) -> None:
+        """A worker that was pending runs from now on."""
+        self.gang.phases[node], self.gang.running_since[node] = WorkerPhase.RUNNING, self.now
 
     def join(self, restored_step: int | None = AS_PLANNED, tier: str = "Persistent") -> None:
         """Every rank says hello, and what it restored; with None it never restores."""
@@ -279,8 +289,13 @@ class FakeBackend:
             raise AgentUnavailable("the fake agent is down")
 
     def _reports(self, gang: FakeGang) -> list[JobStatus]:
+        """An agent knows of a run only what its ranks told, or left in memory: nothing of a script without the SDK."""
         ranks = [*gang.earlier_ranks, gang.ranks]
-        return [self._report(run, known) for run, known in zip(self._launches(gang.run), ranks, strict=True)]
+        told = zip(self._launches(gang.run), ranks, strict=True)
+        return [self._report(run, known) for run, known in told if known or self._is_held(run)]
+
+    def _is_held(self, run: str) -> bool:
+        return any(run in held for held in (self.staged, self.staged_not_due, self.parted, self.committed))
 
     def _report(self, run: str, ranks: Mapping[int, RankStatus]) -> JobStatus:
         staged, parted, committed = self.staged.get(run, []), self.parted.get(run, []), self.committed.get(run)
@@ -308,6 +323,7 @@ def _gang_of(gang: FakeGang) -> Gang:
             failure=gang.failures.get(node),
             pod=f"{gang.run}-{node}",
             message=gang.messages.get(node, ""),
+            running_since=gang.running_since.get(node, gang.launched_time) if phase is WorkerPhase.RUNNING else None,
         )
         for node, phase in sorted(gang.phases.items())
     ]

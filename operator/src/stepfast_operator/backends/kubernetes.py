@@ -26,7 +26,7 @@ from stepfast.storage.base import Store
 from stepfast_operator import labels, manifests
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.backends.jobstorage import JobStorage
-from stepfast_operator.backends.requests import Ask, Request, Requests
+from stepfast_operator.backends.requests import Ask, Request, Requests, is_awaited
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.document import JSON, decode, encode
@@ -123,9 +123,9 @@ class KubernetesBackend:
             intent=self._intent(),
             gang=self._gang(current, pods, now),
             live_runs=self._live_runs(status, pods),
-            agent=self._agents(current, pods, reports),
+            agent=self._agents(current),
             reports=[job for _, jobs in own for job in jobs],
-            awaited_agents=self._awaited(),
+            awaited_agents=self._awaited(current),
             dead_ranks=[rank for rank in dead if now - rank.ended_time >= _DEAD_RANK_PATIENCE_SECONDS],
             untold_ranks=[rank for rank in dead if now - rank.ended_time < _DEAD_RANK_PATIENCE_SECONDS],
             began_time=self._cluster.began_time,
@@ -272,7 +272,7 @@ class KubernetesBackend:
         """Whether the report tells of the run, however often it was restarted in place."""
         return any(split_run(status.run)[0] == run for status in self._own(report))
 
-    def _agents(self, current: Attempt | None, pods: Sequence[PodView], reports: Sequence[NodeReport]) -> AgentState:
+    def _agents(self, current: Attempt | None) -> AgentState:
         """STARTING while a node that holds the run, and that lives, has no agent that serves.
 
         What a node says of earlier runs does not count: their time to be flushed is over, and an agent that is gone for
@@ -280,19 +280,32 @@ class KubernetesBackend:
         """
         if current is None:
             return AgentState.READY
-        nodes = {pod.node for pod in pods if pod.run == current.run and pod.node is not None}
-        nodes |= {report.node for report in reports if self._holds(report, current.run)}
-        has_all = all(self._view.has_ready_agent(node) for node in nodes if self._view.is_ready(node))
+        has_all = all(self._view.has_ready_agent(node) for node in self._living_nodes(current.run))
         return AgentState.READY if has_all else AgentState.STARTING
 
-    def _awaited(self) -> tuple[str, ...]:
+    def _living_nodes(self, run: str) -> list[str]:
+        """Those that hold something of the run, or run its pods."""
+        nodes = {report.node for report in self._view.reports_of(self._job.job) if self._holds(report, run)}
+        nodes |= {pod.node for pod in self._pods() if pod.run == run and pod.node is not None}
+        return sorted(node for node in nodes if self._view.is_ready(node))
+
+    def _awaited(self, current: Attempt | None) -> tuple[str, ...]:
         """Also those whose reports do not tell of the job yet: they may hold what nobody knows of."""
-        reports = {node: self._view.reports.get(node) for node in self._asked if self._view.is_ready(node)}
-        return tuple(
-            node
-            for node, report in reports.items()
-            if report is not None and report.observed_generation < self._asked[node]
-        )
+        asked = [node for node in self._asked if self._view.is_ready(node)]
+        others = [] if current is None else [node for node in self._living_nodes(current.run) if node not in asked]
+        return tuple(node for node in [*asked, *others] if self._is_awaited(node, current))
+
+    def _is_awaited(self, node: str, current: Attempt | None) -> bool:
+        """A node that was not asked from here may have been by an operator before this one."""
+        report = self._view.reports.get(node)
+        if report is None:
+            return False
+        if node in self._asked:
+            return report.observed_generation < self._asked[node]
+        if current is None:
+            return False
+        is_flush_due = current.flush_asked_time is not None
+        return is_awaited(report, self._job.job, current.run, is_flush_due=is_flush_due)
 
     def _job_storage(self) -> JobStorage:
         uri = self._job.spec.checkpoint.storage_uri or self._cluster.storage_root
@@ -397,10 +410,8 @@ class KubernetesBackend:
     async def _ask(self, run: str, ask: Ask) -> None:
         """Asks the agents of all living nodes that hold something of the run, or run its pods."""
         self._lease.check()
-        nodes = {report.node for report in self._view.reports_of(self._job.job) if self._holds(report, run)}
-        nodes |= {pod.node for pod in self._pods() if pod.run == run and pod.node is not None}
-        living = sorted(node for node in nodes if self._view.is_ready(node))
-        self._asked = await self._cluster.requests.ask(living, Request(job=self._job.job, run=run, ask=ask))
+        request = Request(job=self._job.job, run=run, ask=ask)
+        self._asked = await self._cluster.requests.ask(self._living_nodes(run), request)
 
 
 def check_storage(cluster: Cluster, job: ClusterJob) -> None:

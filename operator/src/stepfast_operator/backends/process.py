@@ -258,7 +258,8 @@ class ProcessBackend:
         elif code is not None:
             phase = WorkerPhase.SUCCEEDED if code == 0 else WorkerPhase.FAILED
             failure = None if code == 0 else failure or _failure_of_exit(code, name, now)
-        return Worker(index=node, node=name, phase=phase, failure=failure)
+        since = launch.launched_time if phase is WorkerPhase.RUNNING else None
+        return Worker(index=node, node=name, phase=phase, failure=failure, running_since=since)
 
     def _environment(self, launch: LaunchGang, node: int, port: int) -> Mapping[str, str]:
         spec, state = self._job.spec, self._state

@@ -41,6 +41,18 @@ class Request:
         return {"namespace": self.job.namespace, "name": self.job.name, "run": self.run, "action": str(self.ask)}
 
 
+def is_awaited(report: NodeReport, job: JobKey, run: str, *, is_flush_due: bool) -> bool:
+    """Whether the node's agent has yet to take in what was asked of it for the run, as its CheckpointNode tells whoever
+    did not ask it himself. `is_flush_due`: a flush was asked for; where it does not stand, it is to be asked for anew.
+
+    Another job's request that is as new makes it look so for the moment that the agent needs.
+    """
+    asked = [ask for ask in Ask if Request(job=job, run=run, ask=ask).to_document() in report.requests]
+    if is_flush_due and Ask.FLUSH not in asked:
+        return True
+    return bool(asked) and report.observed_generation < report.generation
+
+
 class Requests:
     """All that is asked of all agents. `is_wanted` tells whether something is still asked for a job; what was asked for
     others goes, lest a node's list, which the API bounds, fill up with jobs that are over.

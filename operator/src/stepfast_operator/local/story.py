@@ -18,6 +18,8 @@ def tell(seen: Pass) -> list[str]:
     if before.current is not None:
         lines += ["the agent is started" for action in seen.decision.actions if isinstance(action, StartAgent)]
     lines += _attempt_lines(before.current, after.current, after)
+    if after.is_up_without_ranks and not before.is_up_without_ranks:
+        lines.append(sentences.GANG_WITHOUT_RANKS)
     if after.last_failure is not None and after.last_failure != before.last_failure:
         lines.append(sentences.describe_failure(after.last_failure))
     if after.attempt > before.attempt and after.current is not None:
@@ -50,7 +52,7 @@ def _attempt_lines(before: Attempt | None, after: Attempt | None, status: Status
     if after.in_place_restarts > before.in_place_restarts:
         lines.append(sentences.describe_in_place(status.recoveries[-1]))
     if after.pods_ready_time is not None and before.pods_ready_time is None:
-        lines.append("all ranks are here")
+        lines.append(sentences.ALL_RANKS)
     restored = sentences.describe_restore(before, after, status)
     if restored is not None:
         lines.append(restored)

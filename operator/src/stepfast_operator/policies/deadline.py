@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from stepfast_operator.observed import Observed, Worker, WorkerPhase
+from stepfast_operator.observed import AgentState, Observed, Worker, WorkerPhase
+from stepfast_operator.policies import readiness
 from stepfast_operator.record import Attempt
 
 _NAMED = 3  # pods in one sentence
@@ -32,7 +33,8 @@ def startup_exceeded(observed: Observed, attempt: Attempt) -> str | None:
     """Why the gang is not up although `startupDeadlineSeconds` have passed since it was planned, or since its ranks
     were started anew in place.
 
-    A script that never uses the SDK joins nobody: for it a running torchrun on each node is enough.
+    A script that never uses the SDK joins nobody: for it a running torchrun on each node is enough. One that is known
+    to use it has to join, unless nobody is there to tell of that.
     """
     if attempt.pods_ready_time is not None or observed.gang is None or startup_left_seconds(observed, attempt) > 0:
         return None
@@ -40,12 +42,22 @@ def startup_exceeded(observed: Observed, attempt: Attempt) -> str | None:
     if pending is not None:
         return pending
     joined, world_size = joined_ranks(observed, attempt.run)
-    return f"only {joined} of {world_size} ranks joined" if 0 < joined < world_size else None
+    if 0 < joined < world_size:
+        return f"only {joined} of {world_size} ranks joined"
+    is_told = observed.agent not in (AgentState.GONE, AgentState.STARTING)
+    is_silent = is_told and joined == 0 and attempt.newest_step is None
+    return "no rank joined" if is_silent and readiness.has_used_sdk(observed) else None
 
 
 def startup_left_seconds(observed: Observed, attempt: Attempt) -> float:
+    """A gang that was taken to use no SDK may begin to join later than that: then its last rank has as long again as
+    its first had.
+    """
     since = attempt.planned_time if attempt.restarted_time is None else attempt.restarted_time
-    return since + observed.spec.startup_deadline_seconds - observed.now
+    limit = observed.spec.startup_deadline_seconds
+    joined = [rank.joined_time for report in observed.reports_of(attempt.run) for rank in report.ranks]
+    first = min(joined, default=since)
+    return (since if first <= since + limit else first) + limit - observed.now
 
 
 def describe_pending(observed: Observed) -> str | None:

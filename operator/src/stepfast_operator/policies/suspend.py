@@ -14,6 +14,7 @@ from stepfast_operator.actions import (
     StopMode,
 )
 from stepfast_operator.observed import AgentState, Failure, Intent, Observed
+from stepfast_operator.policies import deadline
 from stepfast_operator.record import Attempt, Cause, Verdict
 
 STOP_GRACE_SECONDS = 10.0
@@ -55,9 +56,22 @@ def _is_final_saved(observed: Observed, attempt: Attempt) -> bool:
     """Whether the save that was asked for is committed, or there is nobody to save."""
     if observed.agent in (AgentState.GONE, AgentState.STARTING):
         return False
-    reports = observed.reports_of(attempt.run)
-    if not any(rank.alive for report in reports for rank in report.ranks):
+    if _is_nobody_to_save(observed, attempt):
         return True
+    reports = observed.reports_of(attempt.run)
     finals = [report.final_step for report in reports if report.final_step is not None]
     persisted = max((report.latest_persisted_step or 0 for report in reports), default=0)
     return bool(finals) and persisted >= max(finals)
+
+
+def _is_nobody_to_save(observed: Observed, attempt: Attempt) -> bool:
+    """Whether all ranks have ended, or never were all here and made no step.
+
+    That no report tells of a living rank does not say so: an agent that was restarted knows none until they come back.
+    """
+    if any(rank.alive for report in observed.reports_of(attempt.run) for rank in report.ranks):
+        return False
+    if attempt.pods_ready_time is None and attempt.newest_step is None:
+        return True
+    known, world_size = deadline.joined_ranks(observed, attempt.run)
+    return 0 < world_size <= known
