@@ -33,11 +33,6 @@ def play(api: KubernetesClient, scenario: Callable[[World], Awaitable[None]], *,
     asyncio.run(run())
 
 
-def audit(api: KubernetesClient) -> Events:
-    assert isinstance(api, ApiServer)
-    return list(api.audit())
-
-
 async def reaches(world: World, job: ClusterJob, state: State) -> None:
     async def is_so() -> bool:
         return (await world.status(job)).state is state
@@ -59,12 +54,12 @@ async def is_healthy(operator: OperatorProcess) -> None:
 
 
 def test_operator_that_is_killed_after_each_of_its_requests_loses_and_doubles_nothing(
-    operator_api: KubernetesClient, tmp_path: Path
+    audited_api: ApiServer, tmp_path: Path
 ) -> None:
     async def scenario(world: World) -> None:
         where = world.namespace
         with operator_process(
-            tmp_path, operator_api.kubeconfig, namespace=where, watch=[where], mode="crashing"
+            tmp_path, audited_api.kubeconfig, namespace=where, watch=[where], mode="crashing"
         ) as operator:
             job = await world.make_job(trainer={"numNodes": 2})
             await world.kubelets.started("job-1-1")
@@ -79,14 +74,14 @@ def test_operator_that_is_killed_after_each_of_its_requests_loses_and_doubles_no
         assert [(recovery.attempt, recovery.counted) for recovery in status.recoveries] == [(1, True)]
         assert lives >= 12, f"killed {lives} times: finalizer, statuses, annotations, Service, pods, deletions"
 
-        events = [event for event in audit(operator_api) if event.get("objectRef", {}).get("namespace") == where]
+        events = [event for event in audited_api.audit() if event.get("objectRef", {}).get("namespace") == where]
         made = [name for name, event in pods(events, "create") if event["responseStatus"]["code"] == 201]
         assert Counter(made) == Counter({f"job-{attempt}-{index}": 1 for attempt in (1, 2) for index in (0, 1)})
         order = list(ended_and_made(events))
         first_of_second = min(order.index(("create", f"job-2-{index}")) for index in (0, 1))
         assert order.index(("ended", "job-1-1")) < first_of_second, "at most one gang lives; job-1-0 had failed"
 
-    play(operator_api, scenario)
+    play(audited_api, scenario)
 
 
 def pods(events: Events, verb: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -117,14 +112,14 @@ def ended_and_made(events: Events) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("is_namespaced", [False, True], ids=["all namespaces", "one namespace"])
 def test_rights_of_the_chart_are_enough_and_sigterm_ends_it_in_order(
-    operator_api: KubernetesClient, tmp_path: Path, is_namespaced: bool
+    audited_api: ApiServer, tmp_path: Path, is_namespaced: bool
 ) -> None:
     async def scenario(world: World) -> None:
         values: dict[str, Any] = {"watchNamespaces": [world.namespace]} if is_namespaced else {}
-        grant(operator_api, tmp_path, values)
-        kubeconfig = kubeconfig_of(operator_api, chart.NAMESPACE, chart.OPERATOR, tmp_path)
+        grant(audited_api, tmp_path, values)
+        kubeconfig = kubeconfig_of(audited_api, chart.NAMESPACE, chart.OPERATOR, tmp_path)
         identity = f"operator-{world.namespace}"
-        begun = len(audit(operator_api))
+        begun = len(list(audited_api.audit()))
         with operator_process(
             tmp_path, kubeconfig, namespace=chart.NAMESPACE, identity=identity, watch=values.get("watchNamespaces", [])
         ) as operator:
@@ -140,14 +135,14 @@ def test_rights_of_the_chart_are_enough_and_sigterm_ends_it_in_order(
             assert status == 0, operator.log.read_text()[-3000:]
         assert not await has_lease(world, chart.NAMESPACE, identity), "given up: the next one need not wait"
         assert await has_lease(world, chart.NAMESPACE, "")
-        ours = [event for event in audit(operator_api)[begun:] if event["user"]["username"] == ACCOUNT]
+        ours = [event for event in list(audited_api.audit())[begun:] if event["user"]["username"] == ACCOUNT]
         assert ours
         refused = [event for event in ours if event["responseStatus"].get("code") in (401, 403)]
         assert [(event["verb"], event["requestURI"]) for event in refused] == []
-        described = operator_api.kubectl("describe", "trainingjob", "whole", "-n", world.namespace)
+        described = audited_api.kubectl("describe", "trainingjob", "whole", "-n", world.namespace)
         assert "PodsCreated" in described
 
-    play(operator_api, scenario)
+    play(audited_api, scenario)
 
 
 def grant(api: KubernetesClient, folder: Path, values: dict[str, Any]) -> None:
