@@ -116,6 +116,23 @@ def test_one_operator_at_a_time(render: Render) -> None:
     assert deployment["spec"]["strategy"] == {"type": "Recreate"}
 
 
+def test_the_operator_leaves_a_dead_node_soon(render: Render) -> None:
+    """Kubernetes gives a pod that says nothing about these taints 300 s."""
+    spec = chart.pod_templates(render({}))["operator"]["spec"]
+    assert {taint["key"]: (taint["effect"], taint["tolerationSeconds"]) for taint in spec["tolerations"]} == {
+        "node.kubernetes.io/not-ready": ("NoExecute", 10),
+        "node.kubernetes.io/unreachable": ("NoExecute", 10),
+    }
+    assert all(taint["operator"] == "Exists" for taint in spec["tolerations"])
+
+
+def test_the_operators_tolerations_can_be_replaced(render: Render) -> None:
+    mine = [{"key": "CriticalAddonsOnly", "operator": "Exists"}]
+    spec = chart.pod_templates(render({"operator": {"tolerations": mine}}))["operator"]["spec"]
+    assert spec["tolerations"] == mine
+    assert "tolerations" not in chart.pod_templates(render({"operator": {"tolerations": []}}))["operator"]["spec"]
+
+
 def test_the_agent_runs_where_trainers_may(render: Render) -> None:
     spec = chart.pod_templates(render({}))["sidecar"]["spec"]
     assert spec["tolerations"] == [{"operator": "Exists"}]

@@ -46,6 +46,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "share of nodes": ({"sidecar": {"maxUnavailable": "0%"}}, "/sidecar/maxUnavailable"),
     "no time to flush": ({"sidecar": {"flushTimeoutSeconds": 0}}, "/sidecar/flushTimeoutSeconds.*minimum"),
     "variable without a name": ({"operator": {"extraEnv": [{"value": "a"}]}}, "/operator/extraEnv/0.*'name'"),
+    "toleration misspelt": (
+        {"operator": {"tolerations": [{"key": "a", "tolerationSecond": 1}]}},
+        "/operator/tolerations/0.*'tolerationSecond' not allowed",
+    ),
+    "time of a toleration as text": (
+        {"operator": {"tolerations": [{"key": "a", "tolerationSeconds": "10s"}]}},
+        "/operator/tolerations/0/tolerationSeconds.*want integer",
+    ),
     "monitors of another API": ({"metrics": {"monitors": {"apiVersion": "v1"}}}, "/metrics/monitors/apiVersion"),
     "two identities": (
         {"azure": {"workloadIdentity": {"clientId": ID}, "managedIdentity": {"clientId": ID}}},

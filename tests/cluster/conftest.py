@@ -13,8 +13,8 @@ import pytest
 from testcluster.binaries import Binaries
 from testcluster.claim import Claim
 from testcluster.cluster import Cluster, check_machine
-from testcluster.controlplane import KubernetesClient
-from testcluster.fixtures import api_server, loudly
+from testcluster.controlplane import ApiServer, KubernetesClient
+from testcluster.fixtures import api_server, loudly, started_here
 from testcluster.images import ProjectImages, pause, project_images
 from testcluster.jobnamespace import job_namespace
 from testjobs.job import Team
@@ -32,6 +32,12 @@ def operator_api(api_server: KubernetesClient) -> KubernetesClient:
     """That API server, with our CRDs served."""
     install_crds(api_server)
     return api_server
+
+
+@pytest.fixture(scope="session")
+def audited_api(operator_api: KubernetesClient) -> ApiServer:
+    """The same, for tests that read its audit log; without one they are skipped loudly."""
+    return started_here(operator_api)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from testcluster.binaries import Binaries
 from testcluster.claim import Claim
 from testcluster.cluster import Cluster
 from testcluster.controlplane import KubernetesClient
+from testcluster.fixtures import started_here
 from testcluster.images import PAUSE
 from testcluster.waiting import CommandFailed, wait_until
 from testjobs.gangs import made_pods, overlapping_gangs
@@ -209,6 +210,19 @@ def test_an_api_server_alone_stores_objects_and_ends_without_a_trace(api_server:
 
 
 @pytest.mark.usefixtures("cluster")  # what cannot run a node, cannot run this
+@pytest.mark.parametrize(
+    ("environment", "outcome"),
+    [pytest.param("", pytest.skip.Exception, id="by hand"), pytest.param("true", pytest.fail.Exception, id="in CI")],
+)
+def test_what_needs_an_audit_log_says_loudly_that_kubeconfigs_api_server_shows_none(
+    environment: str, outcome: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", environment)
+    given = KubernetesClient(tmp_path / "kubeconfig", Binaries(folders=()))
+    with pytest.raises(outcome, match=r"KUBECONFIG names the API server.*audit log.*run it without KUBECONFIG"):
+        started_here(given)
+
+
 def test_down_leaves_nothing_behind() -> None:
     cluster = Cluster(Claim.take(), Binaries.find())
     before = machine_settings()

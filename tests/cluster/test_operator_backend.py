@@ -69,9 +69,8 @@ def launch_of(job: ClusterJob, attempt: int = 1) -> LaunchGang:
     return LaunchGang(attempt=attempt, run=f"{job.uid}-{attempt}", resume_step=0)
 
 
-def made_pods(api: KubernetesClient, namespace: str) -> Counter[str]:
+def made_pods(api: ApiServer, namespace: str) -> Counter[str]:
     """How often each pod was made, says the audit log."""
-    assert isinstance(api, ApiServer)
     return Counter(
         event["requestObject"]["metadata"]["name"]
         for event in api.audit()
@@ -85,12 +84,12 @@ def made_pods(api: KubernetesClient, namespace: str) -> Counter[str]:
 
 @pytest.mark.parametrize("is_sent", [False, True], ids=["before the request", "after it"])
 def test_launch_that_is_cut_off_anywhere_is_finished_by_the_next_operator(
-    operator_api: KubernetesClient, is_sent: bool
+    audited_api: ApiServer, is_sent: bool
 ) -> None:
     """One attempt before it still lives: its pod is ended first. Nothing is made twice."""
 
     async def scenario(world: World, operation: Operation) -> None:
-        kube = await connect(operator_api.kubeconfig, Interrupted)
+        kube = await connect(audited_api.kubeconfig, Interrupted)
         assert isinstance(kube, Interrupted)
         kube.is_sent = is_sent
         try:
@@ -112,9 +111,9 @@ def test_launch_that_is_cut_off_anywhere_is_finished_by_the_next_operator(
             assert number >= 6, "annotation, two deletions, Service, two pods, annotation"
         finally:
             await kube.close()
-        assert set(made_pods(operator_api, world.namespace).values()) == {1}
+        assert set(made_pods(audited_api, world.namespace).values()) == {1}
 
-    play(operator_api, scenario)
+    play(audited_api, scenario)
 
 
 async def launch_at_last(backend: KubernetesBackend, launch: LaunchGang) -> None:

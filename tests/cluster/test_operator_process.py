@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -21,6 +23,7 @@ from testoperator.process import OperatorProcess, kubeconfig_of, operator_proces
 from testoperator.world import World, manifest
 
 RIGHTS = frozenset({"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"})
+SERVER_SECONDS = 300
 ACCOUNT = f"system:serviceaccount:{chart.NAMESPACE}:{chart.OPERATOR}"
 Events = list[dict[str, Any]]
 
@@ -31,11 +34,6 @@ def play(api: KubernetesClient, scenario: Callable[[World], Awaitable[None]], *,
             await asyncio.wait_for(scenario(world), seconds)
 
     asyncio.run(run())
-
-
-def audit(api: KubernetesClient) -> Events:
-    assert isinstance(api, ApiServer)
-    return list(api.audit())
 
 
 async def reaches(world: World, job: ClusterJob, state: State) -> None:
@@ -59,12 +57,12 @@ async def is_healthy(operator: OperatorProcess) -> None:
 
 
 def test_operator_that_is_killed_after_each_of_its_requests_loses_and_doubles_nothing(
-    operator_api: KubernetesClient, tmp_path: Path
+    audited_api: ApiServer, tmp_path: Path
 ) -> None:
     async def scenario(world: World) -> None:
         where = world.namespace
         with operator_process(
-            tmp_path, operator_api.kubeconfig, namespace=where, watch=[where], mode="crashing"
+            tmp_path, audited_api.kubeconfig, namespace=where, watch=[where], mode="crashing"
         ) as operator:
             job = await world.make_job(trainer={"numNodes": 2})
             await world.kubelets.started("job-1-1")
@@ -79,14 +77,14 @@ def test_operator_that_is_killed_after_each_of_its_requests_loses_and_doubles_no
         assert [(recovery.attempt, recovery.counted) for recovery in status.recoveries] == [(1, True)]
         assert lives >= 12, f"killed {lives} times: finalizer, statuses, annotations, Service, pods, deletions"
 
-        events = [event for event in audit(operator_api) if event.get("objectRef", {}).get("namespace") == where]
+        events = [event for event in audited_api.audit() if event.get("objectRef", {}).get("namespace") == where]
         made = [name for name, event in pods(events, "create") if event["responseStatus"]["code"] == 201]
         assert Counter(made) == Counter({f"job-{attempt}-{index}": 1 for attempt in (1, 2) for index in (0, 1)})
         order = list(ended_and_made(events))
         first_of_second = min(order.index(("create", f"job-2-{index}")) for index in (0, 1))
         assert order.index(("ended", "job-1-1")) < first_of_second, "at most one gang lives; job-1-0 had failed"
 
-    play(operator_api, scenario)
+    play(audited_api, scenario)
 
 
 def pods(events: Events, verb: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -117,14 +115,14 @@ def ended_and_made(events: Events) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("is_namespaced", [False, True], ids=["all namespaces", "one namespace"])
 def test_rights_of_the_chart_are_enough_and_sigterm_ends_it_in_order(
-    operator_api: KubernetesClient, tmp_path: Path, is_namespaced: bool
+    audited_api: ApiServer, tmp_path: Path, is_namespaced: bool
 ) -> None:
     async def scenario(world: World) -> None:
         values: dict[str, Any] = {"watchNamespaces": [world.namespace]} if is_namespaced else {}
-        grant(operator_api, tmp_path, values)
-        kubeconfig = kubeconfig_of(operator_api, chart.NAMESPACE, chart.OPERATOR, tmp_path)
+        grant(audited_api, tmp_path, values)
+        kubeconfig = kubeconfig_of(audited_api, chart.NAMESPACE, chart.OPERATOR, tmp_path)
         identity = f"operator-{world.namespace}"
-        begun = len(audit(operator_api))
+        begun = len(list(audited_api.audit()))
         with operator_process(
             tmp_path, kubeconfig, namespace=chart.NAMESPACE, identity=identity, watch=values.get("watchNamespaces", [])
         ) as operator:
@@ -140,14 +138,14 @@ def test_rights_of_the_chart_are_enough_and_sigterm_ends_it_in_order(
             assert status == 0, operator.log.read_text()[-3000:]
         assert not await has_lease(world, chart.NAMESPACE, identity), "given up: the next one need not wait"
         assert await has_lease(world, chart.NAMESPACE, "")
-        ours = [event for event in audit(operator_api)[begun:] if event["user"]["username"] == ACCOUNT]
+        ours = [event for event in list(audited_api.audit())[begun:] if event["user"]["username"] == ACCOUNT]
         assert ours
         refused = [event for event in ours if event["responseStatus"].get("code") in (401, 403)]
         assert [(event["verb"], event["requestURI"]) for event in refused] == []
-        described = operator_api.kubectl("describe", "trainingjob", "whole", "-n", world.namespace)
+        described = audited_api.kubectl("describe", "trainingjob", "whole", "-n", world.namespace)
         assert "PodsCreated" in described
 
-    play(operator_api, scenario)
+    play(audited_api, scenario)
 
 
 def grant(api: KubernetesClient, folder: Path, values: dict[str, Any]) -> None:
@@ -201,3 +199,87 @@ def test_dead_watch_of_jobs_is_seen_by_the_health_probe(operator_api: Kubernetes
             assert operator.health()[1].startswith("trainingjobs: nothing heard for")
 
     play(operator_api, scenario)
+
+
+@pytest.mark.parametrize("is_namespaced", [False, True], ids=["all namespaces", "one namespace"])
+def test_api_server_is_told_when_to_end_each_watch(audited_api: ApiServer, tmp_path: Path, is_namespaced: bool) -> None:
+    """One that dies without a word would else be believed in for as long as the process lives (kopf issue 1145)."""
+
+    async def scenario(world: World) -> None:
+        watch = [world.namespace] if is_namespaced else []
+        grant(audited_api, tmp_path, {"watchNamespaces": watch})
+        kubeconfig = kubeconfig_of(audited_api, chart.NAMESPACE, chart.OPERATOR, tmp_path)
+        begun = len(list(audited_api.audit()))
+        with operator_process(
+            tmp_path, kubeconfig, namespace=chart.NAMESPACE, identity=f"operator-{world.namespace}", watch=watch
+        ) as operator:
+            await is_healthy(operator)
+            job = await world.make_job()
+            await world.kubelets.end("job-1-0", 0)
+            await reaches(world, job, State.COMPLETE)
+            await asyncio.to_thread(operator.terminate)  # so that the next one need not wait for the Lease
+        ours = [event for event in list(audited_api.audit())[begun:] if event["user"]["username"] == ACCOUNT]
+        watches = [event for event in ours if event["verb"] == "watch"]
+        resources = {event["objectRef"]["resource"] for event in watches}
+        assert resources == {"trainingjobs", "pods", "nodes", "checkpointnodes"}
+        limits = [parse_qs(urlsplit(event["requestURI"]).query).get("timeoutSeconds") for event in watches]
+        assert limits == [[str(SERVER_SECONDS)]] * len(watches), [event["requestURI"] for event in watches]
+
+    play(audited_api, scenario)
+
+
+# ---- beside operators of others
+
+
+def peering_crd(kind: str, scope: str) -> dict[str, Any]:
+    """As in kopf's own manifest, but for what peerings say."""
+    singular, anything = kind.lower(), {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    versions = [{"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": anything}}]
+    names = {"kind": kind, "singular": singular, "plural": f"{singular}s"}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{singular}s.kopf.dev"},
+        "spec": {"group": "kopf.dev", "scope": scope, "names": names, "versions": versions},
+    }
+
+
+@pytest.fixture
+def peered_api(operator_api: KubernetesClient) -> Iterator[KubernetesClient]:
+    """With kopf's peerings served, as where others run operators of kopf."""
+    crds = peering_crd("ClusterKopfPeering", "Cluster"), peering_crd("KopfPeering", "Namespaced")
+    names = [f"crd/{crd['metadata']['name']}" for crd in crds]
+    try:
+        operator_api.apply(*crds)
+        operator_api.kubectl("wait", "--for=condition=Established", *names)
+        yield operator_api
+    finally:
+        operator_api.kubectl("delete", "--ignore-not-found", *names)
+
+
+@pytest.mark.parametrize("is_namespaced", [False, True], ids=["all namespaces", "one namespace"])
+def test_peering_of_another_operator_that_is_alive_and_comes_first_freezes_nothing(
+    peered_api: KubernetesClient, tmp_path: Path, is_namespaced: bool
+) -> None:
+    """Kopf takes an object `default` for its own, whoever made it (kopf issue 734)."""
+
+    async def scenario(world: World) -> None:
+        where = world.namespace
+        kind, place = ("KopfPeering", {"namespace": where}) if is_namespaced else ("ClusterKopfPeering", {})
+        other = {"priority": 1000, "lifetime": 3600, "lastseen": datetime.now(UTC).isoformat()}
+        metadata = {"name": "default", **place}
+        peering = {"apiVersion": "kopf.dev/v1", "kind": kind, "metadata": metadata, "status": {"another": other}}
+        await asyncio.to_thread(peered_api.apply, peering)
+        watch = [where] if is_namespaced else []
+        with operator_process(tmp_path, peered_api.kubeconfig, namespace=where, watch=watch) as operator:
+            await is_healthy(operator)
+            # The second one is made when whatever is read at the start was read.
+            for name in ("first", "second"):
+                job = await world.make_job(name)
+                await world.kubelets.end(f"{name}-1-0", 0)
+                await reaches(world, job, State.COMPLETE)
+        path = f"namespaces/{where}/kopfpeerings" if is_namespaced else "clusterkopfpeerings"
+        now = await world.kube.get(f"/apis/kopf.dev/v1/{path}/default")
+        assert now["status"] == peering["status"], "nor does it take part"
+
+    play(peered_api, scenario)

@@ -7,21 +7,28 @@ import json
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import kopf
 import pytest
+import yaml
 
 from stepfast.kube import Kube
+from stepfast_operator import handlers
 from stepfast_operator.cache import Reflector
 from stepfast_operator.document import JSON
+from stepfast_operator.jobs import Jobs
+from stepfast_operator.jobwatch import JobWatch
+from stepfast_operator.metrics import Metrics
 from testcluster.binaries import Binaries
 from testcluster.claim import Claim
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testcluster.fixtures import loudly
 from testoperator.polling import until
 from testoperator.wire import Wire
-from testoperator.world import connect, make_namespace
+from testoperator.world import API, World, connect, make_namespace
 
 Mirror = Reflector[str, str]
 
@@ -191,6 +198,99 @@ def test_answer_that_comes_after_an_end_that_no_watch_saw_brings_nothing_back(ap
             assert mirror.get("a") is None
 
     play(api_server, scenario)
+
+
+# ---- how long the operator's own watches may be silent
+
+
+class Patient(Kube):
+    """Notes how long each watch is believed in that says nothing."""
+
+    idle_seconds: dict[str, float]
+
+    def watch(self, path: str, *, idle_seconds: float, **query: str) -> Any:
+        self.idle_seconds[path] = idle_seconds
+        return super().watch(path, idle_seconds=idle_seconds, **query)
+
+
+@pytest.mark.parametrize("is_namespaced", [False, True], ids=["all namespaces", "one namespace"])
+def test_every_watch_of_pods_nodes_and_reports_is_dropped_when_it_is_silent(
+    operator_api: KubernetesClient, is_namespaced: bool
+) -> None:
+    """Not before a bookmark is due, which the server sends about once a minute; and before it would end the watch."""
+
+    async def scenario() -> None:
+        patient = await connect(operator_api.kubeconfig, Patient)
+        assert isinstance(patient, Patient)
+        patient.idle_seconds = {}
+        async with World.open(operator_api.kubeconfig) as world:
+            where = world.namespace
+            operation = await world.operate(patient, namespaces=[where] if is_namespaced else [])
+            pods = f"/api/v1/namespaces/{where}/pods" if is_namespaced else "/api/v1/pods"
+            paths = {pods, f"/api/v1/namespaces/{where}/pods", "/api/v1/nodes", f"{API}/checkpointnodes"}
+            await until("it watches", lambda: patient.idle_seconds.keys() == paths)
+            assert all(60 < seconds < 300 for seconds in patient.idle_seconds.values())
+            await operation.close()
+            await patient.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 100))
+
+
+class Told(JobWatch):
+    """The jobs that kopf told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uids: set[str] = set()
+
+    def note(self, uid: str, version: int) -> None:
+        super().note(uid, version)
+        self.uids.add(uid)
+
+
+def test_silent_watch_of_jobs_is_dropped_by_kopf_and_begun_again(
+    operator_api: KubernetesClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With our settings for it, and a second in place of minutes: left to itself, kopf waits for ever, or for 70 s."""
+    monkeypatch.setattr(handlers, "_CLIENT_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(handlers, "_REQUEST_TIMEOUT_SECONDS", 1)
+
+    async def scenario(world: World, wire: Wire) -> None:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig_through(wire, operator_api, tmp_path)))
+        told, stop, where = Told(), asyncio.Event(), world.namespace
+        jobs = Jobs(Metrics())
+        kopf_task = asyncio.create_task(
+            kopf.operator(
+                registry=handlers.registry_of(jobs, told), settings=handlers.settings_of(), namespaces=[where],
+                stop_flag=stop,
+            )
+        )  # fmt: skip
+        try:
+            first = await world.make_job("first")
+            await until("the watch works", lambda: first.uid in told.uids)
+            wire.stall()
+            second = await world.make_job("second")
+            await until("the second is told on another connection", lambda: second.uid in told.uids, seconds=30)
+        finally:
+            stop.set()
+            await asyncio.wait_for(kopf_task, 30)
+
+    async def run() -> None:
+        url = urlsplit(yaml.safe_load(operator_api.kubeconfig.read_text())["clusters"][0]["cluster"]["server"])
+        assert url.hostname is not None
+        async with Wire(url.hostname, url.port or 443).laid() as wire, World.open(operator_api.kubeconfig) as world:
+            await asyncio.wait_for(scenario(world, wire), 100)
+
+    asyncio.run(run())
+
+
+def kubeconfig_through(wire: Wire, api: KubernetesClient, folder: Path) -> Path:
+    document = yaml.safe_load(api.kubeconfig.read_text())
+    for cluster in document["clusters"]:
+        cluster["cluster"]["server"] = wire.url
+    path = folder / "kubeconfig"
+    path.write_text(json.dumps(document))
+    return path
 
 
 # ---- with an API server that a test may stop

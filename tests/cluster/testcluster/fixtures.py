@@ -34,6 +34,17 @@ def api_server() -> Iterator[KubernetesClient]:
             server.claim.release()
 
 
+def started_here(client: KubernetesClient) -> ApiServer:
+    """The same, as one whose audit log can be read: what a test of requests needs. That of KUBECONFIG keeps its own."""
+    with loudly():
+        if not isinstance(client, ApiServer):
+            raise Unavailable(
+                "KUBECONFIG names the API server, and this test reads the audit log of one that the session started; "
+                "run it without KUBECONFIG"
+            )
+        return client
+
+
 @contextmanager
 def loudly() -> Iterator[None]:
     try:
