@@ -60,13 +60,13 @@ def check_end(job: Job, undisturbed: Mapping[int, str], *, restarts: int = 1) ->
     return status
 
 
-def check_ledger(status: dict[str, Any], *causes: str, counted: bool, tier: str = "Memory") -> None:
-    """The ledger has every time of the one recovery, in order. `tier`: what the gang was restored from, which is the
-    storage where a node has none of its ranks' steps.
+def check_ledger(status: dict[str, Any], *causes: str, counted: bool) -> None:
+    """The ledger has every time of the one recovery, in order, and the tier: the storage, since of what is replicated
+    each node's memory holds its half.
     """
     (recovery,) = status["recoveries"]
     assert recovery["cause"] in causes
-    assert (recovery["counted"], recovery["restoredTier"]) == (counted, tier)
+    assert (recovery["counted"], recovery["restoredTier"]) == (counted, "Persistent")
     names = (
         "failureTime",
         "detectedTime",
@@ -128,7 +128,7 @@ def test_node_drained(
         )  # fmt: skip
         # Of a pod that is gone before the next operator looks nobody knows more than that it is.
         status = check_end(training, undisturbed)
-        check_ledger(status, "PodEvicted", "PodDeleted", counted=False, tier="Persistent")
+        check_ledger(status, "PodEvicted", "PodDeleted", counted=False)
         assert node not in {training.node_of(index, attempt=2) for index in (0, 1)}
     finally:
         release.cluster.kubectl("uncordon", node)
@@ -140,7 +140,7 @@ def test_node_lost(job: Callable[..., Job], undisturbed: Mapping[int, str], rele
     name = next(node for node in map(training.node_of, (1, 0)) if node != release.operator_node())
     with lost(release, name):
         status = check_end(training, undisturbed)
-        check_ledger(status, "NodeLost", counted=False, tier="Persistent")
+        check_ledger(status, "NodeLost", counted=False)
         assert status["recoveries"][0]["node"] == name
 
 
@@ -152,7 +152,7 @@ def test_node_of_the_operator_lost(
     name = release.operator_node()
     with lost(release, name):
         status = check_end(training, undisturbed)
-        check_ledger(status, "NodeLost", counted=False, tier="Persistent")
+        check_ledger(status, "NodeLost", counted=False)
         assert status["recoveries"][0]["node"] == name
         assert release.operator_node() != name
 

@@ -16,7 +16,7 @@ import pytest
 
 from stepfast.errors import SpecError
 from stepfast.kube import Invalid, Kube, KubeUnavailable
-from stepfast.nodestatus import JobStatus, SaveStatus
+from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.actions import LaunchGang, StopMode
@@ -630,5 +630,32 @@ def test_step_that_the_status_alone_knows_is_gone_on_from_where_only_the_job_may
         known = CheckpointStatus(latest_persisted_step=100, latest_persisted_time=5.0, size_bytes=7)
         await backend.observe(replace(status, checkpoint=known))
         assert await backend.read_steps() == (Committed(step=100, size_bytes=7, committed_time=5.0),)
+
+    play(operator_api, scenario)
+
+
+def test_pods_of_a_later_attempt_prefer_the_nodes_whose_memory_holds_their_ranks_steps(
+    operator_api: KubernetesClient,
+) -> None:
+    """The pods before them are gone, and the operator that knew them, too."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job(trainer={"numNodes": 2})
+        await operation.backend(job).launch(launch_of(job))
+        for index in range(2):
+            rank = RankStatus(rank=1 - index, pid=1, alive=False, clean=False, joined_time=1.0)
+            status = JobStatus(job=job.job, run=f"{job.uid}-1", world_size=2, ranks=(rank,), saves=SaveStatus())
+            await world.report(index, status)
+        nodes = [world.kubelets.node(index) for index in range(2)]
+        await until("both report", lambda: all(operation.view.reports.get(node) for node in nodes))
+        await operation.backend(job).stop([f"{job.uid}-1"], StopMode.KILL)
+        await until("no pod is left", lambda: not operation.view.pods_of(job.job, job.uid))
+        await operation.backend(await world.job(job)).launch(launch_of(job, 2))
+        preferred = {}
+        for index in range(2):
+            pod = await world.kube.get(f"/api/v1/namespaces/{world.namespace}/pods/job-2-{index}")
+            [term] = pod["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+            [preferred[index]] = term["preference"]["matchFields"][0]["values"]
+        assert preferred == {0: nodes[1], 1: nodes[0]}
 
     play(operator_api, scenario)

@@ -82,13 +82,14 @@ def test_the_example_trains_on_two_nodes_and_can_be_watched(team: Team, ended: C
     }
 
 
-def test_a_restart_on_the_same_node_restores_from_memory(team: Team, ended: Callable[[Job], Job]) -> None:
-    job = ended(team.submit("same-node", nodes=1, processes=2))
+def test_a_restart_on_the_same_nodes_restores_from_memory(team: Team, ended: Callable[[Job], Job]) -> None:
+    """A gang of which each node holds all that its ranks restore."""
+    job = ended(team.submit("same-nodes", "--unreplicated", processes=2))
     job.wait_for_commit(4 * SAVE_EVERY)
-    node = job.node_of(0)
-    job.signal_rank("KILL", index=0)
+    nodes = [job.node_of(index) for index in (0, 1)]
+    job.signal_rank("KILL")
     status = job.wait_for_end()
-    assert job.node_of(0, attempt=2) == node
+    assert [job.node_of(index, attempt=2) for index in (0, 1)] == nodes
     (recovery,) = status["recoveries"]
     assert recovery["restoredTier"] == "Memory"
     assert recovery["stepsLost"] <= SAVE_EVERY

@@ -31,7 +31,11 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     own = {"seen": torch.zeros(WIDTH)}  # differs from rank to rank
     checkpointer = Checkpointer(
-        model=model, optimizer=optimizer, own=own, replicated=("optimizer",), interval=every(steps=options.save_every)
+        model=model.module if options.unreplicated else model,
+        optimizer=optimizer,
+        own=own,
+        replicated=() if options.unreplicated else ("optimizer",),
+        interval=every(steps=options.save_every),
     )
     start = checkpointer.restore()
     print(f"rank {rank} starts after step {start}", flush=True)
@@ -78,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--pace", type=float, default=0.05, help="seconds to sleep in each step")
+    parser.add_argument("--unreplicated", action="store_true", help="each rank saves all of its state by itself")
     parser.add_argument("--exit-at-step", type=int)
     parser.add_argument("--hang-at-step", type=int)
     parser.add_argument("--eat-at-step", type=int)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.document import JSON
@@ -467,20 +468,30 @@ def gang_pod(attempt: int, index: int, node: str | None) -> PodView:
     return view(pod_json(metadata={"labels": marks, "name": labels.pod_name("gpt", attempt, index)}, node=node))
 
 
+def ranks_on(node: str, run: str, *ranks: int) -> tuple[str, JobStatus]:
+    """What the agent there says of a gang of two pods with two ranks each."""
+    known = [RankStatus(rank=rank, pid=1, alive=False, clean=False, joined_time=1.0) for rank in ranks]
+    job = JobKey(namespace="ml", name="gpt")
+    return node, JobStatus(job=job, run=run, world_size=4, ranks=known, saves=SaveStatus())
+
+
 @pytest.mark.parametrize(
-    ("pods", "attempt", "expected"),
+    ("pods", "reports", "attempt", "expected"),
     [
-        ([], 1, {}),
-        ([gang_pod(1, 0, "a"), gang_pod(1, 1, "b")], 2, {0: "a", 1: "b"}),
-        ([gang_pod(1, 0, "a"), gang_pod(2, 0, "b"), gang_pod(2, 1, None)], 3, {0: "b"}),
-        ([gang_pod(2, 0, "a")], 2, {}),
+        ([], [], 1, {}),
+        ([gang_pod(1, 0, "a"), gang_pod(1, 1, "b")], [], 2, {0: "a", 1: "b"}),
+        ([gang_pod(1, 0, "a"), gang_pod(2, 0, "b"), gang_pod(2, 1, None)], [], 3, {0: "b"}),
+        ([gang_pod(2, 0, "a")], [ranks_on("a", "uid-2", 0, 1)], 2, {}),
+        ([], [ranks_on("b", "uid-1", 0, 1), ranks_on("a", "uid-1.2", 3)], 2, {0: "b", 1: "a"}),
+        ([gang_pod(2, 0, "c"), gang_pod(2, 1, "d")], [ranks_on("a", "uid-1", 0, 1)], 3, {0: "a", 1: "d"}),
+        ([], [ranks_on("a", "uid-1", 0, 1), ranks_on("b", "uid-2", 0, 1)], 3, {0: "b"}),
     ],
-    ids=["first attempt", "both pods", "the newest before, where it ran", "not its own"],
+    ids=["first attempt", "pods", "newest before, where it ran", "not its own", "ranks", "ranks first", "newest ranks"],
 )
 def test_pods_come_back_to_where_the_attempt_before_ran(
-    pods: list[PodView], attempt: int, expected: dict[int, str]
+    pods: list[PodView], reports: list[tuple[str, JobStatus]], attempt: int, expected: dict[int, str]
 ) -> None:
-    assert previous_nodes(pods, attempt) == expected
+    assert previous_nodes(pods, reports, attempt, 2) == expected
 
 
 @pytest.mark.parametrize("lookup", [lambda _: READY, lambda _: None], ids=["ready", "unknown"])

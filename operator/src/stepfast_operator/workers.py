@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
+from stepfast.nodestatus import JobStatus
+from stepfast.step import attempt_of
 from stepfast_operator.document import JSON
 from stepfast_operator.observed import Failure, Worker, WorkerPhase
 from stepfast_operator.podview import NodeView, PodView, Termination
@@ -187,8 +189,25 @@ def had_ranks(pods: Iterable[PodView]) -> bool:
     return any(end.exit_code == 0 or isinstance(_said(end).get("rank"), int) for end in ends)
 
 
-def previous_nodes(pods: Sequence[PodView], attempt: int) -> dict[int, str]:
-    """Where the pods of the newest attempt before that one ran, by node index."""
-    earlier = [pod for pod in pods if pod.attempt < attempt and pod.node is not None]
-    newest = max((pod.attempt for pod in earlier), default=0)
-    return {pod.index: pod.node for pod in earlier if pod.attempt == newest and pod.node is not None}
+def previous_nodes(
+    pods: Iterable[PodView], reports: Iterable[tuple[str, JobStatus]], attempt: int, size: int
+) -> dict[int, str]:
+    """Where the attempts before that one, of so many pods, ran, by node index: in the first place as the agents say
+    (node, what it tells of a run), in whose memory the ranks' steps are. A pod may be gone by now, and one that came
+    later may never have had a rank.
+    """
+    told = [
+        # Ranks are numbered in the order of the pods, and each pod has as many.
+        (attempt_of(job.run), rank.rank * size // job.world_size, node)
+        for node, job in reports
+        for rank in job.ranks
+    ]
+    ran = [(pod.attempt, pod.index, pod.node) for pod in pods if pod.node is not None]
+    return _newest_before(attempt, ran) | _newest_before(attempt, told)
+
+
+def _newest_before(attempt: int, places: Iterable[tuple[int, int, str]]) -> dict[int, str]:
+    """Of (attempt, node index, node) those of the newest attempt before that one."""
+    earlier = [place for place in places if place[0] < attempt]
+    newest = max((of for of, _, _ in earlier), default=0)
+    return {index: node for of, index, node in earlier if of == newest}

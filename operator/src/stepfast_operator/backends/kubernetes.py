@@ -350,7 +350,9 @@ class KubernetesBackend:
 
     async def _make_pods(self, launch: LaunchGang, nodes: int) -> None:
         """Makes those that are not there."""
-        before = previous_nodes(self._pods(), launch.attempt)
+        reports = self._view.reports_of(self._job.job)
+        told = ((report.node, job) for report in reports for job in self._own(report))
+        before = previous_nodes(self._pods(), told, launch.attempt, nodes)
         gate = asyncio.Semaphore(_PARALLEL)
         try:
             async with asyncio.TaskGroup() as group:
