@@ -227,6 +227,16 @@ def test_suspended_and_resumed(job: Callable[..., Job], undisturbed: Mapping[int
     assert overlapping_gangs(training.cluster.audit(), training.document()["metadata"]["uid"]) == []
 
 
+def test_operator_away_when_a_rank_is_killed(
+    job: Callable[..., Job], undisturbed: Mapping[int, str], release: Release
+) -> None:
+    training = job()
+    training.wait_for_commit(COMMITTED)
+    release.kill_container(release.operator_pod())
+    training.signal_rank("KILL")
+    check_ledger(check_end(training, undisturbed), "RankFailed", counted=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """A moment of a recovery at which the operator is killed: while the job's status is so. `hold`: what keeps the
@@ -259,7 +269,6 @@ def newest_recovery(status: dict[str, Any]) -> dict[str, Any]:
 
 
 PHASES = [
-    Phase(name="failed", is_here=lambda status: status["attempt"] == 1),
     Phase(
         name="flushing",
         is_here=lambda status: "endedTime" in status["current"] and "flushedTime" not in status["current"],
