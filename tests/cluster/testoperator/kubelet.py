@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -32,6 +33,7 @@ class Kubelets:
         self.stuck: set[str] = set()
         self.slow_to_start: set[str] = set()
         self.pods: dict[str, Any] = {}  # as the watch told of them last, by name
+        self.ever_made: dict[str, set[str]] = defaultdict(set)  # uids, by name: more than one was made more than once
         self._nodes: set[str] = set()
 
     def node(self, index: int) -> str:
@@ -104,6 +106,7 @@ class Kubelets:
     async def _act(self, pod: Any) -> None:
         """What scheduler and kubelet do about a pod as it stands."""
         metadata, node = pod["metadata"], pod["spec"].get("nodeName")
+        self.ever_made[metadata["name"]].add(metadata["uid"])
         try:
             if metadata.get("deletionTimestamp"):
                 if node not in self.stuck:
