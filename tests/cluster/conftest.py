@@ -36,7 +36,7 @@ def operator_api(api_server: KubernetesClient) -> KubernetesClient:
 
 @pytest.fixture(scope="session")
 def audited_api(operator_api: KubernetesClient) -> ApiServer:
-    """The same, for tests that read its audit log; without one they are skipped loudly."""
+    """The same, for tests that read its audit log or use its certificate; elsewhere they are skipped loudly."""
     return started_here(operator_api)
 
 

@@ -264,16 +264,13 @@ def test_pods_that_the_api_server_refuses_fail_the_job_with_why(
 
 
 @pytest.mark.parametrize("rule", Rule)
-def test_recovery_that_an_admission_rule_denies_goes_on_once_it_is_let(
-    operator_api: KubernetesClient, rule: Rule
-) -> None:
+def test_recovery_that_an_admission_rule_denies_goes_on_once_it_is_let(audited_api: ApiServer, rule: Rule) -> None:
     """Else a registry that is away for a moment ends a job of weeks."""
 
     async def scenario(world: World, operation: Operation) -> None:
-        assert isinstance(operator_api, ApiServer)
         job = await world.make_job()
         await world.kubelets.started("job-1-0")
-        async with denied(operator_api, world.kube, world.namespace, "job-2-", rule):
+        async with denied(audited_api, world.kube, world.namespace, "job-2-", rule):
             await world.kubelets.end("job-1-0", 7)
             await is_told(world, job, WHY)
             assert not (await world.status(job)).is_terminal
@@ -281,16 +278,15 @@ def test_recovery_that_an_admission_rule_denies_goes_on_once_it_is_let(
         status = await reaches(world, job, State.COMPLETE)
         assert (status.attempt, status.restarts) == (2, 1)
 
-    play(operator_api, scenario)
+    play(audited_api, scenario)
 
 
 @pytest.mark.parametrize("rule", Rule)
 def test_first_launch_that_an_admission_rule_denies_is_tried_until_the_start_deadline(
-    operator_api: KubernetesClient, rule: Rule
+    audited_api: ApiServer, rule: Rule
 ) -> None:
     async def scenario(world: World, operation: Operation) -> None:
-        assert isinstance(operator_api, ApiServer)
-        async with denied(operator_api, world.kube, world.namespace, "job-", rule):
+        async with denied(audited_api, world.kube, world.namespace, "job-", rule):
             job = await world.make_job(startupDeadlineSeconds=2)
             await is_told(world, job, WHY)
             status = await reaches(world, job, State.FAILED)
@@ -298,7 +294,7 @@ def test_first_launch_that_an_admission_rule_denies_is_tried_until_the_start_dea
         assert failed.reason == "StartupDeadlineExceeded"
         assert status.attempt == 1
 
-    play(operator_api, scenario)
+    play(audited_api, scenario)
 
 
 def test_gang_that_could_not_be_made_whole_is_ended_with_its_job(operator_api: KubernetesClient) -> None:

@@ -35,12 +35,12 @@ def api_server() -> Iterator[KubernetesClient]:
 
 
 def started_here(client: KubernetesClient) -> ApiServer:
-    """The same, as one whose audit log can be read: what a test of requests needs. That of KUBECONFIG keeps its own."""
+    """The same, as one whose audit log and certificate are at hand, which that of KUBECONFIG keeps to itself."""
     with loudly():
         if not isinstance(client, ApiServer):
             raise Unavailable(
-                "KUBECONFIG names the API server, and this test reads the audit log of one that the session started; "
-                "run it without KUBECONFIG"
+                "KUBECONFIG names the API server, and this test needs one that the session started, for its audit log "
+                "or its certificate; run it without KUBECONFIG"
             )
         return client
 

@@ -11,6 +11,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from stepfast.layout import HISTORIES
+from stepfast.step import attempt_of
 from stepfast.storage import open_store
 from testcluster.cluster import Cluster
 from testcluster.jobnamespace import torch_pod_parts
@@ -146,14 +148,13 @@ class Job:
             return {entry.name for entry in store.list(self._folder)}
 
     def commits(self) -> dict[int, list[int]]:
-        """The steps that were ever committed, by attempt; checkpointHistories.csv outlives what retention removes."""
+        """The steps that were ever committed, by attempt; its history outlives what retention removes."""
         with closing(open_store(self.storage_uri)) as store:
-            rows = csv.DictReader(io.StringIO(store.read(f"{self._folder}/checkpointHistories.csv").decode()))
+            rows = csv.DictReader(io.StringIO(store.read(f"{self._folder}/{HISTORIES}").decode()))
         found: dict[int, list[int]] = {}
         for row in rows:
             if row["outcome"] == "Committed":
-                attempt = int(row["run"].rpartition("-")[2].partition(".")[0])
-                found.setdefault(attempt, []).append(int(row["global_step"]))
+                found.setdefault(attempt_of(row["run"]), []).append(int(row["global_step"]))
         return found
 
     @property

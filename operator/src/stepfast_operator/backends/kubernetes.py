@@ -42,7 +42,7 @@ from stepfast_operator.observed import (
     Worker,
     dead_ranks_of,
 )
-from stepfast_operator.podview import NodeReport, PodView
+from stepfast_operator.podview import PodView
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
 from stepfast_operator.workers import had_ranks, previous_nodes, workers_of
 from stepfast_operator.writepace import WritePace
@@ -110,10 +110,10 @@ class KubernetesBackend:
         now = self._cluster.clock()
         self._noted = status.checkpoint
         pods = self._pods()
-        reports = [report for report in self._view.reports_of(self._job.job) if self._view.is_ready(report.node)]
-        own = [(report.node, self._own(report)) for report in reports]
+        told = [(node, job) for node, job in self._told() if self._view.is_ready(node)]
         current = status.current
-        dead = [rank for node, jobs in own for rank in dead_ranks_of(node, jobs)]
+        living = self._living_nodes(current.run) if current is not None else []
+        dead = [rank for node, job in told for rank in dead_ranks_of(node, [job])]
         return Observed(
             now=now,
             job=self._job.job,
@@ -123,9 +123,9 @@ class KubernetesBackend:
             intent=self._intent(),
             gang=self._gang(current, pods, now),
             live_runs=self._live_runs(status, pods),
-            agent=self._agents(current),
-            reports=[job for _, jobs in own for job in jobs],
-            awaited_agents=self._awaited(current),
+            agent=self._agents(living),
+            reports=[job for _, job in told],
+            awaited_agents=self._awaited(current, living),
             dead_ranks=[rank for rank in dead if now - rank.ended_time >= _DEAD_RANK_PATIENCE_SECONDS],
             untold_ranks=[rank for rank in dead if now - rank.ended_time < _DEAD_RANK_PATIENCE_SECONDS],
             began_time=self._cluster.began_time,
@@ -263,36 +263,33 @@ class KubernetesBackend:
         # attempt that was ended before its launch was over has nobody else who would end them.
         return frozenset(pod.run for pod in pods if pod.is_alive and pod.run != half_made)
 
-    def _own(self, report: NodeReport) -> list[JobStatus]:
-        """What the report says of this job, not of another one that had its name before."""
-        job = self._job
-        return [status for status in report.jobs if status.job == job.job and is_run_of(status.run, job.uid)]
+    def _told(self) -> list[tuple[str, JobStatus]]:
+        """What the agents say of this job's runs, by node; not of another job that had its name before."""
+        job, reports = self._job, self._view.reports_of(self._job.job)
+        told = [(report.node, status) for report in reports for status in report.jobs]
+        return [(node, status) for node, status in told if status.job == job.job and is_run_of(status.run, job.uid)]
 
-    def _holds(self, report: NodeReport, run: str) -> bool:
-        """Whether the report tells of the run, however often it was restarted in place."""
-        return any(split_run(status.run)[0] == run for status in self._own(report))
+    def _holders(self, run: str) -> set[str]:
+        """The nodes whose agents tell of the run, however often it was restarted in place."""
+        return {node for node, status in self._told() if split_run(status.run)[0] == run}
 
-    def _agents(self, current: Attempt | None) -> AgentState:
+    def _agents(self, living: Sequence[str]) -> AgentState:
         """STARTING while a node that holds the run, and that lives, has no agent that serves.
 
         What a node says of earlier runs does not count: their time to be flushed is over, and an agent that is gone for
         good never takes its words back.
         """
-        if current is None:
-            return AgentState.READY
-        has_all = all(self._view.has_ready_agent(node) for node in self._living_nodes(current.run))
-        return AgentState.READY if has_all else AgentState.STARTING
+        return AgentState.READY if all(map(self._view.has_ready_agent, living)) else AgentState.STARTING
 
     def _living_nodes(self, run: str) -> list[str]:
         """Those that hold something of the run, or run its pods."""
-        nodes = {report.node for report in self._view.reports_of(self._job.job) if self._holds(report, run)}
-        nodes |= {pod.node for pod in self._pods() if pod.run == run and pod.node is not None}
-        return sorted(node for node in nodes if self._view.is_ready(node))
+        pods = {pod.node for pod in self._pods() if pod.run == run and pod.node is not None}
+        return sorted(node for node in self._holders(run) | pods if self._view.is_ready(node))
 
-    def _awaited(self, current: Attempt | None) -> tuple[str, ...]:
+    def _awaited(self, current: Attempt | None, living: Sequence[str]) -> tuple[str, ...]:
         """Also those whose reports do not tell of the job yet: they may hold what nobody knows of."""
         asked = [node for node in self._asked if self._view.is_ready(node)]
-        others = [] if current is None else [node for node in self._living_nodes(current.run) if node not in asked]
+        others = [node for node in living if node not in asked]
         return tuple(node for node in [*asked, *others] if self._is_awaited(node, current))
 
     def _is_awaited(self, node: str, current: Attempt | None) -> bool:
@@ -317,8 +314,8 @@ class KubernetesBackend:
         """The newest step that any agent knows of, or that the status does, which outlives agents: the storage itself
         only the job's own credentials open.
         """
-        reports = [job for report in self._view.reports_of(self._job.job) for job in self._own(report)]
-        known = [(job.latest_persisted_step, job.latest_persisted_bytes, job.latest_persisted_time) for job in reports]
+        told = [job for _, job in self._told()]
+        known = [(job.latest_persisted_step, job.latest_persisted_bytes, job.latest_persisted_time) for job in told]
         known.append((self._noted.latest_persisted_step, self._noted.size_bytes, self._noted.latest_persisted_time))
         step, size, time = max(known, key=lambda one: one[0] or 0)
         if not step:
@@ -345,14 +342,11 @@ class KubernetesBackend:
 
     def _has_begun(self, run: str) -> bool:
         """Whether any rank of the run is known to have been there: none is until all pods have met."""
-        is_told = any(self._holds(report, run) for report in self._view.reports_of(self._job.job))
-        return is_told or had_ranks(pod for pod in self._pods() if pod.run == run)
+        return bool(self._holders(run)) or had_ranks(pod for pod in self._pods() if pod.run == run)
 
     async def _make_pods(self, launch: LaunchGang, nodes: int) -> None:
         """Makes those that are not there."""
-        reports = self._view.reports_of(self._job.job)
-        told = ((report.node, job) for report in reports for job in self._own(report))
-        before = previous_nodes(self._pods(), told, launch.attempt, nodes)
+        before = previous_nodes(self._pods(), self._told(), launch.attempt, nodes)
         gate = asyncio.Semaphore(_PARALLEL)
         try:
             async with asyncio.TaskGroup() as group:
