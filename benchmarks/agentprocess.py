@@ -1,0 +1,67 @@
+"""A real agent for the length of a benchmark."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepfast.errors import AgentUnavailable
+from stepfast.nodeclient import NodeClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """Where it listens, and its process."""
+
+    socket: str
+    memory: Path
+    process: subprocess.Popen[bytes]
+
+    def wait_for_slots(self, size_bytes: int) -> None:
+        """Until so many bytes of slots were made."""
+        client = NodeClient(self.socket)
+        while client.status().memory_used_bytes < size_bytes:
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL; what it held stays in its memory folder."""
+        self.process.kill()
+        self.process.wait()
+
+
+def start_agent(socket: Path, memory: Path, limit_bytes: int, *more: str) -> Agent:
+    """Starts an agent and waits until it answers; a memory folder that is there is taken over."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stepfast_sidecar", "--socket", str(socket), "--memory-dir", str(memory),
+         "--memory-limit", str(limit_bytes), "--node", "bench", *more],
+    )  # fmt: skip
+    client = NodeClient(str(socket))
+    while True:
+        try:
+            client.status()
+            break
+        except AgentUnavailable:
+            if process.poll() is not None:
+                raise
+            time.sleep(0.02)
+    return Agent(socket=str(socket), memory=memory, process=process)
+
+
+@contextmanager
+def running_agent(folder: Path, limit_bytes: int, *more: str) -> Iterator[Agent]:
+    """An agent whose memory folder is removed at the end."""
+    memory = Path(tempfile.mkdtemp(prefix="stepfast-bench-", dir="/dev/shm"))
+    agent = start_agent(folder / "agent.sock", memory, limit_bytes, *more)
+    try:
+        yield agent
+    finally:
+        agent.process.terminate()
+        agent.process.wait()
+        shutil.rmtree(memory)
