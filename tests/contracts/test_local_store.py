@@ -108,6 +108,18 @@ def test_aligned_chunks_bypass_the_page_cache(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == b"n" * size_bytes
 
 
+def test_chunks_of_a_read_only_mapping_bypass_the_page_cache(tmp_path: Path) -> None:
+    """What an agent uploads: it maps the slots of a rank to read them, never to write."""
+    (tmp_path / "slot").write_bytes(b"n" * (CHUNK_BYTES + 8192))
+    with open(tmp_path / "slot", "rb") as slot, mmap.mmap(slot.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        upload = begin(LocalStore(tmp_path), "x", CHUNK_BYTES)
+        with memoryview(mapped) as whole, whole[4096 : 4096 + CHUNK_BYTES] as chunk:
+            upload.put(0, chunk)
+    upload.finish()
+    assert upload.direct_bytes == CHUNK_BYTES
+    assert (tmp_path / "x").read_bytes() == b"n" * CHUNK_BYTES
+
+
 def test_unaligned_chunks_are_written_through_the_page_cache(tmp_path: Path) -> None:
     upload = begin(LocalStore(tmp_path), "x", CHUNK_BYTES)
     upload.put(0, pages(CHUNK_BYTES + 8)[8:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import threading
@@ -89,12 +88,12 @@ class LocalUpload:
 
     def _write(self, offset: int, view: memoryview) -> None:
         whole = len(view) - len(view) % ALIGNMENT_BYTES
-        if whole and self._direct is not None and _is_aligned(view, offset):
+        if whole and self._direct is not None and offset % ALIGNMENT_BYTES == 0:
             try:
                 write_at(self._direct, offset, view[:whole])
             except OSError as error:
-                # Some file systems accept the flag and refuse the write. The other descriptor writes it all
-                # again.
+                # Memory that begins elsewhere than this file system or disk wants it, which only they know; and some
+                # file systems accept the flag and refuse every write. The other descriptor writes it all again.
                 if error.errno != errno.EINVAL:
                     raise
             else:
@@ -163,9 +162,3 @@ def _open_direct(path: Path) -> int | None:
         if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return None
         raise
-
-
-def _is_aligned(view: memoryview, offset: int) -> bool:
-    if view.readonly or not view.contiguous:  # ctypes tells the address of writable memory only
-        return False
-    return offset % ALIGNMENT_BYTES == 0 and ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT_BYTES == 0
