@@ -54,9 +54,9 @@ class RankFile:
             TensorSpec(name="scale", dtype="F32", shape=(2, 2)),
         ]
         plan = HeaderPlan(specs, constant={"rank": str(rank)}, variable_bytes=64)
-        header = plan.header({"step": str(step)})
-        assert header is not None
-        self.header = header
+        tail = plan.tail({"step": str(step)})
+        assert tail is not None
+        self.header = plan.prefix + tail
         self.size_bytes = plan.size_bytes
         self._pattern = random.Random(f"{rank} {step}").randbytes(_PATTERN_BYTES)
 

@@ -28,8 +28,9 @@ _SPECS = st.lists(
 @settings(max_examples=150)
 def test_file_opens_with_the_safetensors_package(specs: list[TensorSpec], variable: dict[str, str]) -> None:
     plan = HeaderPlan(specs, constant={"format": "pt"}, variable_bytes=256)
-    header = plan.header({key: value for key, value in variable.items() if key != "format"})
-    assert header is not None
+    tail = plan.tail({key: value for key, value in variable.items() if key != "format"})
+    assert tail is not None
+    header = plan.prefix + tail
     assert len(header) == plan.data_begin
     assert plan.data_begin % PAGE == 0
     file = header + bytes(range(256)) * ((plan.size_bytes - len(header)) // 256 + 1)
@@ -50,8 +51,8 @@ def test_file_opens_with_the_safetensors_package(specs: list[TensorSpec], variab
 
 def test_metadata_that_outgrows_its_room_is_refused_rather_than_moved() -> None:
     plan = HeaderPlan([TensorSpec(name="a", dtype="F32", shape=(4,))], constant={}, variable_bytes=10)
-    assert plan.header({"a": "x" * 10}) is not None
-    assert plan.header({"a": "x" * 10_000}) is None
+    assert plan.tail({"a": "x" * 10}) is not None
+    assert plan.tail({"a": "x" * 10_000}) is None
 
 
 def _file(document: Any) -> bytes:

@@ -411,6 +411,52 @@ def test_state_may_change_between_saves(name: str, bench: Any, assert_same: Same
         assert_same({"it": version}, back)
 
 
+IN_PLACE: dict[str, Callable[[torch.Tensor], object]] = {
+    "transposed": lambda t: t.t_(),
+    "one dimension more": lambda t: t.unsqueeze_(0),
+    "cut short": lambda t: t.resize_(1, 3),
+    "other memory": lambda t: setattr(t, "data", torch.full((3, 3), 7.0)),
+    "other memory of another dtype": lambda t: setattr(t, "data", torch.full((3, 3), 7, dtype=torch.int64)),
+    "every second element": lambda t: t.set_(torch.arange(18.0).untyped_storage(), 0, (3, 3), (6, 2)),
+    "lazily negated": lambda t: t.set_(torch.complex(torch.ones(3, 3), torch.rand(3, 3)).conj().imag),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("is_tied", [False, True], ids=["alone", "with a view of it beside it"])
+def test_tensor_that_changes_in_place_between_saves_is_saved_as_it_is(
+    name: str, is_tied: bool, bench: Any, assert_same: Same
+) -> None:
+    changing = torch.arange(9.0).reshape(3, 3)
+    state = {"before": torch.rand(3, 3), "changing": changing, "behind": torch.rand(3, 3)}
+    if is_tied:
+        state["row"] = changing[1]
+    checkpointer = bench.make(state=state)
+    checkpointer.save(1)
+    IN_PLACE[name](changing)
+    checkpointer.save(2)
+    back: dict[str, Any] = {}
+    bench.make(state=back).restore(2)
+    assert_same({key: value.resolve_neg() for key, value in state.items()}, back)
+
+
+def test_small_tensors_of_every_dtype_and_shape_lie_side_by_side(bench: Any, assert_same: Same) -> None:
+    generator = torch.Generator().manual_seed(5)
+    state = {
+        f"{dtype}.{index}": torch.randint(0, 2, shape, generator=generator).to(dtype)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool,
+                      torch.uint8, torch.float8_e5m2, torch.complex64, torch.complex128)
+        for index, shape in enumerate([(3, 5), (2, 5), (), (7,), (1, 5), (9,), (4, 1, 5), (0, 5), (6, 5)])
+    }  # fmt: skip
+    state["torch.float32.0"] = state["torch.float32.0"].t().contiguous().t()
+    checkpointer = bench.make(state=state)
+    for step in (1, 2):
+        checkpointer.save(step)
+    back: dict[str, Any] = {}
+    bench.make(state=back).restore(2)
+    assert_same(state, back)
+
+
 def test_views_may_part_and_meet_between_saves(bench: Any, assert_same: Same) -> None:
     a, b = torch.arange(10.0), torch.arange(10.0, 20.0)
     versions = [

@@ -11,6 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stepfast.torch.dtypes import flat_bytes
+from stepfast.torch.retrace import Retrace
+from stepfast.torch.state import collect
+
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.bool, torch.complex64, torch.complex128,
     torch.uint16, torch.float64,
@@ -72,3 +76,37 @@ def test_any_nest_comes_back_bit_for_bit(
     state: dict[Any, Any], round_trip: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
     assert_same(state, round_trip(state))
+
+
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@given(known=NESTS, other=NESTS)
+def test_known_nest_is_walked_again_alike_and_no_other_is_taken_for_it(known: Any, other: Any) -> None:
+    """The quick walk of a save finds what the slow one finds, or leaves the nest to it."""
+    retrace = Retrace(known)
+    for nest in (known, other):
+        collected, found = collect(nest), retrace.collect(nest)
+        if found is None:
+            continue
+        assert collected.tokens == collect(known).tokens
+        assert list(map(id, found.values)) == list(map(id, collected.values))
+        assert len(found.tensors) == len(collected.tensors)
+        for one, same in zip(found.tensors, collected.tensors, strict=True):
+            assert (one.dtype, one.shape, one.stride()) == (same.dtype, same.shape, same.stride())
+            assert bytes(flat_bytes(one).numpy()) == bytes(flat_bytes(same).numpy())
+
+
+def test_ordinary_state_is_walked_quickly() -> None:
+    """Else every save would describe it anew."""
+
+    def state() -> dict[str, Any]:
+        moments = {index: {"step": torch.zeros(()), "exp_avg": torch.zeros(3)} for index in range(3)}
+        return {
+            "model": OrderedDict(a=torch.zeros(2), b=torch.nn.Parameter(torch.zeros(2))),
+            "optimizer": {"state": moments, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1, 2]}]},
+            "data": {"epoch": 1, "name": "train", "order": np.arange(5), "seed": None},
+        }
+
+    known, again = state(), state()
+    again["optimizer"]["param_groups"][0]["lr"] = 1
+    again["data"]["seed"] = 3
+    assert Retrace(known).collect(again) is not None

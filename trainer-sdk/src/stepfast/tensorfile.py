@@ -54,15 +54,18 @@ class TensorPlace:
 class HeaderPlan:
     """The layout of a file whose tensors stay the same while its metadata changes from save to save.
 
-    The tensors' part of the header and the `constant` metadata are encoded once; `header(variable)` only appends the
-    rest. Room for that is reserved with slack, so that the data does not move when a number grows by a digit.
+    The tensors' part of the header and the `constant` metadata are encoded once, as `prefix`; only the `tail` is made
+    for each save. Room for that is reserved with slack, so that the data does not move when a number grows by a digit.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], *, constant: Mapping[str, str], variable_bytes: int) -> None:
         # The format forbids holes, so order alone aligns. Whole cache lines first: a copy to anywhere else takes 1.5
         # times as long, and one odd scalar would push all that follow it there. Then the widest elements first:
         # every tensor stays aligned to its element size.
-        ordered = sorted(specs, key=lambda spec: (spec.size_bytes % CACHE_LINE != 0, -DTYPE_BITS[spec.dtype]))
+        # Rows of one shape last: what lies together can be copied together.
+        ordered = sorted(
+            specs, key=lambda spec: (spec.size_bytes % CACHE_LINE != 0, -DTYPE_BITS[spec.dtype], spec.shape[1:])
+        )
         entries: list[str] = []
         offset = 0
         ends: list[int] = []
@@ -72,12 +75,14 @@ class HeaderPlan:
             entries.append(f"{json.dumps(spec.name)}:{json.dumps(entry, separators=(',', ':'))}")
             ends.append(end)
             offset = end
-        fixed = "".join(f"{json.dumps(key)}:{json.dumps(value)}," for key, value in constant.items())
-        self._prefix = ("{" + "".join(entry + "," for entry in entries) + '"__metadata__":{' + fixed).encode()
-        wanted = 8 + len(self._prefix) + variable_bytes + variable_bytes // 4 + 1024
+        fixed = ",".join(f"{json.dumps(key)}:{json.dumps(value)}" for key, value in constant.items())
+        self._separator = b"," if constant else b""
+        body = ("{" + "".join(entry + "," for entry in entries) + '"__metadata__":{' + fixed).encode()
+        wanted = 8 + len(body) + variable_bytes + variable_bytes // 4 + 1024
         self.data_begin = -(-wanted // PAGE) * PAGE
         if self.data_begin - 8 > MAX_HEADER_BYTES:
             raise CheckpointError(f"the header of this state is {self.data_begin} bytes, over safetensors' limit")
+        self.prefix = (self.data_begin - 8).to_bytes(8, "little") + body
         self.size_bytes = self.data_begin + offset
         begins = [0, *ends][: len(ends)]
         self.places: Sequence[TensorPlace] = tuple(
@@ -85,13 +90,13 @@ class HeaderPlan:
             for spec, begin, end in zip(ordered, begins, ends, strict=True)
         )
 
-    def header(self, variable: Mapping[str, str]) -> bytes | None:
-        """The file's first `data_begin` bytes, or None when the metadata outgrew its room."""
-        prefix = self._prefix if variable else self._prefix.removesuffix(b",")
-        body = prefix + json.dumps(dict(variable), separators=(",", ":")).encode()[1:] + b"}"
-        if len(body) > self.data_begin - 8:
-            return None
-        return (self.data_begin - 8).to_bytes(8, "little") + body.ljust(self.data_begin - 8, b" ")
+    def tail(self, variable: Mapping[str, str]) -> bytes | None:
+        """What follows the prefix up to `data_begin`, or None when the metadata outgrew its room."""
+        entries = json.dumps(dict(variable), separators=(",", ":")).encode()[1:] + b"}"
+        if variable:
+            entries = self._separator + entries
+        room = self.data_begin - len(self.prefix)
+        return entries.ljust(room, b" ") if len(entries) <= room else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

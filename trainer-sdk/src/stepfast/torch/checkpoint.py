@@ -320,10 +320,10 @@ class Checkpointer:
         return tuple(step for step in self._agent.unpersisted if not self._link.is_committed(step))
 
     def _save(self, decision: Decision, began: float) -> Saved:
-        plan, header, sources = self._planner.prepare(decision.step)
+        plan, header_tail, sources = self._planner.prepare(decision.step)
         save = Save(
-            step=decision.step, due=decision.due, drop=decision.drop, plan=plan, header=header, sources=sources,
-            began=began,
+            step=decision.step, due=decision.due, drop=decision.drop, plan=plan, header_tail=header_tail,
+            sources=sources, began=began,
         )  # fmt: skip
         self._write(save)
         stall = time.perf_counter() - began

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ import torch
 from stepfast.tensorfile import HeaderPlan, TensorSpec
 from stepfast.torch import sharing
 from stepfast.torch.dtypes import NATIVE, as_stored, parse_dtype, stored_form
+from stepfast.torch.retrace import Retrace
 from stepfast.torch.sharing import Base, Sharing
-from stepfast.torch.state import Collected, describe
+from stepfast.torch.state import Collected, Found, describe
 
 STATE_VERSION = 1
+_shape, _dtype, _pointer = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.data_ptr
 _MIN_CUT_BYTES = 64 * 1024  # smaller tensors are not cut into rows
 
 
@@ -92,10 +95,11 @@ class SavePlan:
     ) -> None:  # fmt: skip
         structure, names = describe(root, prefix)
         names = [name.removeprefix(".") for name in names]
-        self.tokens = collected.tokens
+        self._tokens = collected.tokens
         # First, as it refuses tensors that have no plain bytes.
         self._sharing = sharing.find_sharing(collected.tensors, names)
-        self.signature = signature_of(collected.tensors)
+        self._signature = Signature(collected.tensors, self._sharing)
+        self._retrace = Retrace(root)
         shared = _replicated_bases(self._sharing, replicated) if world_size > 1 else []
         division = divide([self._sharing.bases[i] for i in shared], world_size)
         self._pieces = _own_pieces(self._sharing, shared, division, rank)
@@ -108,28 +112,39 @@ class SavePlan:
         }  # fmt: skip
         self._constant = {"stepfast": json.dumps(document, separators=(",", ":"))}
         self._specs = [self._spec(piece) for piece in self._pieces]
+        # Most pieces are collected tensors as they are; only the others are made at each save.
+        self._made = [(index, piece) for index, piece in enumerate(self._pieces) if not self._is_as_collected(piece)]
+        self._taken = [max(0, self._sharing.bases[piece.base].tensor) for piece in self._pieces]
         self._lay_out(1024 + 64 * len(collected.values))
 
     def _lay_out(self, variable_bytes: int) -> None:
-        self.header_plan = HeaderPlan(self._specs, constant=self._constant, variable_bytes=variable_bytes)
+        self._header_plan = HeaderPlan(self._specs, constant=self._constant, variable_bytes=variable_bytes)
         self.generation = object()  # views of slots are made anew when this changes
-        self.size_bytes = self.header_plan.size_bytes
-        places = {place.spec.name: place for place in self.header_plan.places}
+        self.size_bytes = self._header_plan.size_bytes
+        places = {place.spec.name: place for place in self._header_plan.places}
         self.ranges = [(places[piece.name].begin, places[piece.name].end) for piece in self._pieces]
 
-    def header(self, variable: Mapping[str, str]) -> bytes:
-        """The file's first bytes; makes more room, and a new layout, when the values outgrew theirs."""
-        header = self.header_plan.header(variable)
-        if header is None:
+    @property
+    def header_prefix(self) -> bytes:
+        """The file's first bytes, which stay while `generation` does."""
+        return self._header_plan.prefix
+
+    def header_tail(self, variable: Mapping[str, str]) -> bytes:
+        """What follows them up to the data; makes more room, and a new layout, when the values outgrew theirs."""
+        tail = self._header_plan.tail(variable)
+        if tail is None:
             self._lay_out(sum(len(json.dumps(value)) for value in variable.values()) + 1024)
-            header = self.header_plan.header(variable)
-        if header is None:
+            tail = self._header_plan.tail(variable)
+        if tail is None:
             raise AssertionError("a layout made to measure does not fit")
-        return header
+        return tail
 
     def sources(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors to copy, in the order of `ranges`, each as its file shows it."""
-        return [self._stored(piece, self._sharing.source(piece.base, tensors)) for piece in self._pieces]
+        taken: list[torch.Tensor] = list(map(tensors.__getitem__, self._taken))
+        for index, piece in self._made:
+            taken[index] = self._stored(piece, self._sharing.source(piece.base, tensors))
+        return taken
 
     def stored_forms(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """The dtype and shape of each source."""
@@ -139,15 +154,19 @@ class SavePlan:
             forms.append((dtype if dtype in NATIVE else torch.uint8, spec.shape))
         return forms
 
+    def retrace(self, root: object) -> Found | None:
+        """What another state holds, found quickly, if it is laid out as the plan's; None: collect it to know."""
+        found = self._retrace.collect(root)
+        return found if found is not None and self._signature.holds_for(found.tensors) else None
+
     def fits(self, collected: Collected) -> bool:
         """Whether the plan holds for another walk's state."""
-        if collected.tokens != self.tokens:
-            return False
-        try:
-            is_same = signature_of(collected.tensors) == self.signature
-        except RuntimeError:
-            return False  # sparse and nested tensors have no shape or address; the next plan refuses them by name
-        return is_same and self._sharing.holds_for(collected.tensors)
+        return collected.tokens == self._tokens and self._signature.holds_for(collected.tensors)
+
+    def _is_as_collected(self, piece: Piece) -> bool:
+        base = self._sharing.bases[piece.base]
+        dtype = parse_dtype(base.dtype)
+        return piece.rows is None and base.tensor >= 0 and dtype in NATIVE and not dtype.is_complex
 
     def _stored(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
         if piece.rows is not None:
@@ -165,15 +184,32 @@ class SavePlan:
         return TensorSpec(name=piece.name, dtype=dtype, shape=stored_shape)
 
 
-def signature_of(tensors: Sequence[torch.Tensor]) -> list[object]:
-    """What must stay for a plan to hold: shapes, dtypes, and which tensors share memory."""
-    if len({tensor.data_ptr() for tensor in tensors}) == len(tensors):
-        return [(tensor.shape, tensor.dtype) for tensor in tensors]
-    first: dict[int, int] = {}
-    return [
-        (tensor.shape, tensor.dtype, tensor.stride(), first.setdefault(tensor.data_ptr(), index))
-        for index, tensor in enumerate(tensors)
-    ]
+class Signature:
+    """What must stay for a plan to hold: shapes, dtypes, and which tensors share memory. Looked at in C, list by list:
+    it is part of every save.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], found: Sharing) -> None:
+        self._sharing, self._views = found, found.views
+        self._shapes, self._dtypes = list(map(_shape, tensors)), list(map(_dtype, tensors))
+        pointers = list(map(_pointer, tensors))
+        self._distinct = len(set(pointers))
+        first: dict[int, int] = {}
+        begun = [first.setdefault(pointer, index) for index, pointer in enumerate(pointers)]
+        self._alike = [(index, earlier) for index, earlier in enumerate(begun) if index != earlier]
+
+    def holds_for(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether they are laid out as those that it was made of."""
+        try:
+            if list(map(_shape, tensors)) != self._shapes or list(map(_dtype, tensors)) != self._dtypes:
+                return False
+            pointers = list(map(_pointer, tensors))
+        except RuntimeError:
+            return False  # sparse and nested tensors have no shape or address; the next plan refuses them by name
+        # The same tensors begin together, and no others: had one more pair met, there would be one address less.
+        if len(set(pointers)) != self._distinct or any(pointers[i] != pointers[j] for i, j in self._alike):
+            return False
+        return all(self._sharing.is_still(view, tensors[index], tensors) for index, view in self._views)
 
 
 def _replicated_bases(found: Sharing, replicated: Sequence[bool]) -> list[int]:

@@ -43,7 +43,7 @@ class Save:
     due: bool
     drop: tuple[int, ...]
     plan: SavePlan
-    header: bytes
+    header_tail: bytes
     sources: Sequence[torch.Tensor]
     began: float  # time.perf_counter() when training stopped for it
 
@@ -85,9 +85,9 @@ class AgentSaver:
             record = self._record(save, reserved, begin, window)
             slot.write_record(record)
             if window == size:
-                slot.stage(save.plan, save.header, save.sources)
+                slot.stage(save.plan, save.header_tail, save.sources)
             else:
-                slot.stage_window(save.plan, save.header, save.sources, begin, window)
+                slot.stage_window(save.plan, save.header_tail, save.sources, begin, window)
             # From here on the step survives this process: the record says so in the slot itself.
             slot.write_record(replace(record, state=SlotState.STAGED))
             stall = time.perf_counter() - save.began
@@ -234,6 +234,6 @@ class DirectSaver:
         window = self._buffer.capacity_bytes // upload.chunk_bytes * upload.chunk_bytes
         for begin in range(0, save.plan.size_bytes, window):
             size = min(window, save.plan.size_bytes - begin)
-            self._buffer.stage_window(save.plan, save.header, save.sources, begin, size)
+            self._buffer.stage_window(save.plan, save.header_tail, save.sources, begin, size)
             upload.put(begin, self._buffer.data[:size], self._threads)
         return upload.finish()

@@ -70,22 +70,25 @@ class Sharing:
         member, begin = self.spans[base]
         return _bytes_of(tensors[member], begin, entry.shape[0])
 
-    def holds_for(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether every view is still a view of the same bytes of its base: else its own bytes would be lost."""
-        for tensor, place in zip(tensors, self.places, strict=True):
-            if isinstance(place, int):
-                continue
-            entry = self.bases[place.base]
-            if not _is_plain(tensor) or (entry.tensor >= 0 and not _is_plain(tensors[entry.tensor])):
-                return False  # the same memory no longer means the same values
-            if entry.tensor >= 0:
-                first = tensors[entry.tensor].data_ptr()
-            else:
-                member, begin = self.spans[place.base]
-                first = tensors[member].untyped_storage().data_ptr() + begin
-            if tensor.data_ptr() - first != place.begin or tuple(tensor.stride()) != place.stride:
+    @property
+    def views(self) -> list[tuple[int, View]]:
+        """The collected tensors that are views of a base, by their indexes."""
+        return [(index, place) for index, place in enumerate(self.places) if isinstance(place, View)]
+
+    def is_still(self, view: View, tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the tensor is still that view of its base's bytes: else its own would be lost."""
+        entry = self.bases[view.base]
+        if not _is_plain(tensor):
+            return False  # the same memory no longer means the same values
+        if entry.tensor >= 0:
+            base = tensors[entry.tensor]
+            if not _is_plain(base) or not base.is_contiguous():
                 return False
-        return True
+            first = base.data_ptr()
+        else:
+            member, begin = self.spans[view.base]
+            first = tensors[member].untyped_storage().data_ptr() + begin
+        return tensor.data_ptr() - first == view.begin and tuple(tensor.stride()) == view.stride
 
 
 def find_sharing(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> Sharing:

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -21,8 +22,22 @@ from stepfast.torch.dtypes import flat_bytes
 from stepfast.torch.plan import SavePlan
 
 _MADV_POPULATE_WRITE = 23
+_POPULATE_BYTES = 8 << 20
+_is_on_host = attrgetter("is_cpu")
+# What torch.cat takes: not the dtypes below two bytes that it has no kernels for.
+_JOINED = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32})
 _CUT_BYTES = 1 << 18  # from this size on a tensor that begins within a cache line is copied in two pieces
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Small tensors that lie one behind the other, rows of one shape: one call copies them all, where each alone would
+    cost as much as its bytes.
+    """
+
+    members: Sequence[int]
+    target: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +49,32 @@ class _Views:
     generation: object  # the layout that they were made for
     whole: Sequence[torch.Tensor]
     cuts: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    runs: Sequence[_Run]
+    singles: Sequence[int]  # those that are in no run
 
     def copy(self, sources: Sequence[torch.Tensor]) -> None:
         """Copies every source to its place."""
-        targets, given = list(self.whole), list(sources)
-        for index, (head, rest) in self.cuts.items():
-            source = given[index]
-            if source.is_cpu and source.is_contiguous():
+        if torch.accelerator.is_available() and not all(map(_is_on_host, sources)):
+            copy_all(list(self.whole), sources)
+            return
+        with torch.no_grad():
+            for run in self.runs:
+                torch.cat(list(map(sources.__getitem__, run.members)), out=run.target)
+        self._copy_singles(sources)
+
+    def _copy_singles(self, sources: Sequence[torch.Tensor]) -> None:
+        targets, given = [], []
+        for index in self.singles:
+            source, target = sources[index], self.whole[index]
+            cut = self.cuts.get(index)
+            if cut is not None and source.is_contiguous():
+                head, rest = cut
                 flat, length = source.detach().view(-1), head.numel()
-                targets[index], given[index] = rest, flat[length:]
-                targets.append(head)
-                given.append(flat[:length])
+                targets += [head, rest]
+                given += [flat[:length], flat[length:]]
+            else:
+                targets.append(target)
+                given.append(source)
         if targets:
             copy_all(targets, given)
 
@@ -57,7 +87,8 @@ class MappedSlot:
         self._file = _identity(descriptor)
         self._map = mmap.mmap(descriptor, CONTROL_BYTES + capacity_bytes)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._views = _Views(generation=None, whole=(), cuts={})
+        self._views = _Views(generation=None, whole=(), cuts={}, runs=(), singles=())
+        self._header: object = None  # the layout whose header's first bytes stand in the slot
 
     def is_of(self, descriptor: int) -> bool:
         """Whether this is a mapping of the descriptor's file."""
@@ -69,22 +100,30 @@ class MappedSlot:
         return memoryview(self._map)[CONTROL_BYTES:]
 
     def populate(self) -> None:
-        """Enters the pages into the page table; without the GIL, about 0.2 s a GiB. A kernel before 5.14 cannot."""
-        _libc.madvise(
-            ctypes.c_void_p(self._bytes.data_ptr()),
-            ctypes.c_size_t(len(self._map)),
-            ctypes.c_int(_MADV_POPULATE_WRITE),
-        )
+        """Enters the pages into the page table; without the GIL, about 0.2 s a GiB. A kernel before 5.14 cannot.
+
+        Piece by piece: the kernel locks the process's memory meanwhile, and training asks for some all the time.
+        """
+        size = len(self._map)
+        for begin in range(0, size, _POPULATE_BYTES):
+            _libc.madvise(
+                ctypes.c_void_p(self._bytes.data_ptr() + begin),
+                ctypes.c_size_t(min(_POPULATE_BYTES, size - begin)),
+                ctypes.c_int(_MADV_POPULATE_WRITE),
+            )
 
     def write_record(self, record: SlotRecord) -> None:
         offset, data = rank_record(record)
         self._map[offset : offset + len(data)] = data
 
-    def stage(self, plan: SavePlan, header: bytes, sources: Sequence[torch.Tensor]) -> None:
+    def stage(self, plan: SavePlan, header_tail: bytes, sources: Sequence[torch.Tensor]) -> None:
         """Copies a whole file: header, then every tensor, each in one pass."""
         if self._views.generation is not plan.generation:
             self._views = self._make_views(plan)
-        self._map[CONTROL_BYTES : CONTROL_BYTES + len(header)] = header
+        if self._header is not plan.generation:
+            self._write(0, plan.header_prefix)
+            self._header = plan.generation
+        self._write(len(plan.header_prefix), header_tail)
         self._views.copy(sources)
 
     def prepare(self, plan: SavePlan) -> None:
@@ -93,13 +132,13 @@ class MappedSlot:
             self._views = self._make_views(plan)
 
     def stage_window(
-        self, plan: SavePlan, header: bytes, sources: Sequence[torch.Tensor], begin: int, size: int
+        self, plan: SavePlan, header_tail: bytes, sources: Sequence[torch.Tensor], begin: int, size: int
     ) -> None:
         """Copies the file's bytes `[begin, begin + size)` to the slot's first bytes."""
-        end = begin + size
-        if begin < len(header):
-            part = header[begin:end]
-            self._map[CONTROL_BYTES : CONTROL_BYTES + len(part)] = part
+        self._header = None
+        end, header_bytes = begin + size, len(plan.header_prefix) + len(header_tail)
+        if begin < header_bytes:
+            self._write(0, (plan.header_prefix + header_tail)[begin:end])
         for (low, high), source in zip(plan.ranges, sources, strict=True):
             first, last = max(low, begin), min(high, end)
             if first >= last:
@@ -110,15 +149,51 @@ class MappedSlot:
                 target[:head].copy_(piece[:head])
             target[head:].copy_(piece[head:])
 
+    def _write(self, offset: int, data: bytes) -> None:
+        self._map[CONTROL_BYTES + offset : CONTROL_BYTES + offset + len(data)] = data
+
     def _make_views(self, plan: SavePlan) -> _Views:
+        forms = plan.stored_forms()
         whole, cuts = [], {}
-        for index, ((begin, end), (dtype, shape)) in enumerate(zip(plan.ranges, plan.stored_forms(), strict=True)):
+        for index, ((begin, end), (dtype, shape)) in enumerate(zip(plan.ranges, forms, strict=True)):
             raw = self._bytes[CONTROL_BYTES + begin : CONTROL_BYTES + end]
             # An empty tensor has no bytes that could be viewed as something else.
             whole.append(raw.view(dtype).view(shape) if begin < end else torch.empty(shape, dtype=dtype))
             if head := _head_bytes(begin, end - begin):
                 cuts[index] = raw[:head].view(dtype), raw[head:].view(dtype)
-        return _Views(generation=plan.generation, whole=whole, cuts=cuts)
+        runs = [self._make_run(plan, members, *forms[members[0]]) for members in find_runs(plan.ranges, forms)]
+        in_runs = {index for run in runs for index in run.members}
+        singles = [index for index in range(len(whole)) if index not in in_runs]
+        return _Views(generation=plan.generation, whole=whole, cuts=cuts, runs=runs, singles=singles)
+
+    def _make_run(self, plan: SavePlan, members: Sequence[int], dtype: torch.dtype, shape: tuple[int, ...]) -> _Run:
+        begin, end = plan.ranges[members[0]][0], plan.ranges[members[-1]][1]
+        raw = self._bytes[CONTROL_BYTES + begin : CONTROL_BYTES + end]
+        return _Run(members=members, target=raw.view(dtype).view(-1, *shape[1:]))
+
+
+def find_runs(
+    ranges: Sequence[tuple[int, int]], forms: Sequence[tuple[torch.dtype, tuple[int, ...]]]
+) -> list[list[int]]:
+    """The indexes of small tensors that follow each other in the file and can be copied by one concatenation."""
+    small = [
+        index
+        for index, ((begin, end), (dtype, shape)) in enumerate(zip(ranges, forms, strict=True))
+        if 0 < end - begin < _CUT_BYTES and shape and dtype in _JOINED
+    ]
+    runs: list[list[int]] = []
+    for index in sorted(small, key=lambda i: ranges[i]):
+        (dtype, shape), before = forms[index], runs[-1][-1] if runs else None
+        if (
+            before is not None
+            and ranges[before][1] == ranges[index][0]
+            and forms[before][0] is dtype
+            and forms[before][1][1:] == shape[1:]
+        ):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return [run for run in runs if len(run) > 1]
 
 
 def _head_bytes(begin: int, size: int) -> int:

@@ -23,24 +23,30 @@ from stepfast.torch.dtypes import dtype_name, parse_dtype
 
 Json = Any  # what json.dumps takes
 
-_DICTS: dict[type, str] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}
-_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
+DICTS: dict[type, str] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}
+SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple"}
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "none": None, "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
     "set": set, "tuple": tuple,
 }  # fmt: skip
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _MAX_DEPTH = 200
 _BLOB_LENGTH = 64 * 1024  # longer bytes and strings are stored as tensors
 _DECIMAL_BITS = 1024  # Python writes larger integers in decimal slowly, and from 4300 digits on not at all
 
 
 @dataclass(slots=True)
-class Collected:
-    """What one walk found, in order. `tokens` is equal for two walks exactly when the structure is the same."""
+class Found:
+    """What one walk found, in order."""
 
     tensors: list[torch.Tensor]
     values: list[object]
+
+
+@dataclass(slots=True)
+class Collected(Found):
+    """With the structure: `tokens` is equal for two walks exactly when it is the same."""
+
     tokens: list[object]
 
 
@@ -53,26 +59,26 @@ def collect(root: object) -> Collected:
 
 def _collect(node: Any, found: Collected, depth: int) -> None:
     kind = type(node)
-    if kind in _PLAIN_TENSORS or _is_nested(node):
+    if kind in PLAIN_TENSORS or _is_nested(node):
         found.tensors.append(node)
         found.tokens.append((kind, node.requires_grad))
         return
     if depth > _MAX_DEPTH:
         raise StateUnsupported(f"the state is nested more than {_MAX_DEPTH} deep, or contains itself")
-    if kind in _DICTS or (kind is defaultdict and _factory_name(node) is not None):
+    if kind in DICTS or (kind is defaultdict and _factory_name(node) is not None):
         factory = _factory_name(node) if kind is defaultdict else None
         found.tokens.append((kind, factory, tuple(map(_key_token, node))))
         for child in node.values():
             _collect(child, found, depth + 1)
-    elif kind in _SEQUENCES:
+    elif kind in SEQUENCES:
         found.tokens.append((kind, len(node)))
         for child in node:
             _collect(child, found, depth + 1)
-    elif (tag := _leaf_tag(node)) == "v":
+    elif (tag := leaf_tag(node)) == "v":
         found.values.append(node)
         found.tokens.append("v")
     else:
-        found.tensors.append(_LEAVES[tag][0](node))
+        found.tensors.append(leaf_tensor(tag, node))
         found.tokens.append(tag)
 
 
@@ -97,17 +103,17 @@ def describe(root: object, prefix: str) -> tuple[Json, list[str]]:
 
     def walk(node: Any, path: str) -> Json:
         kind = type(node)
-        if kind in _PLAIN_TENSORS or _is_nested(node):
+        if kind in PLAIN_TENSORS or _is_nested(node):
             return leaf("t", path)
-        if kind in _DICTS or (kind is defaultdict and _factory_name(node) is not None):
-            tag: str = _DICTS.get(kind) or f"ddict:{_factory_name(node)}"
+        if kind in DICTS or (kind is defaultdict and _factory_name(node) is not None):
+            tag: str = DICTS.get(kind) or f"ddict:{_factory_name(node)}"
             return [
                 tag,
                 [[encode_value(key), walk(child, f"{path}.{_key_text(key)}")] for key, child in node.items()],
             ]
-        if kind in _SEQUENCES:
-            return [_SEQUENCES[kind], [walk(child, f"{path}.{i}") for i, child in enumerate(node)]]
-        tag = _leaf_tag(node)
+        if kind in SEQUENCES:
+            return [SEQUENCES[kind], [walk(child, f"{path}.{i}") for i, child in enumerate(node)]]
+        tag = leaf_tag(node)
         if tag != "v":
             return leaf(tag, path)
         counts["v"] += 1
@@ -295,7 +301,12 @@ _LEAVES: dict[str, tuple[Callable[[Any], torch.Tensor], Callable[[Any], Any]]] =
 }
 
 
-def _leaf_tag(node: Any) -> str:
+def leaf_tensor(tag: str, node: Any) -> torch.Tensor:
+    """The leaf as a tensor, by its tag (which is not `v`)."""
+    return _LEAVES[tag][0](node)
+
+
+def leaf_tag(node: Any) -> str:
     """`v`: a value, into the header; else how the leaf becomes a tensor."""
     kind = type(node)
     if kind in (bytes, bytearray, str) and len(node) > _BLOB_LENGTH:
@@ -349,5 +360,6 @@ def _unpickled(tensor: torch.Tensor, weights_only: bool) -> Any:
 
 
 __all__ = [
-    "Collected", "collect", "decode_value", "describe", "encode_value", "has_pickles", "rebuild",
+    "DICTS", "PLAIN_TENSORS", "SEQUENCES", "Collected", "Found", "collect", "decode_value", "describe", "encode_value",
+    "has_pickles", "leaf_tag", "leaf_tensor", "rebuild",
 ]  # fmt: skip
