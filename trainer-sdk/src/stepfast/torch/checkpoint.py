@@ -33,9 +33,9 @@ from stepfast.storage import Store, open_store
 from stepfast.torch.join import join_agent, join_gang
 from stepfast.torch.objects import ObjectSet
 from stepfast.torch.planner import Planner
-from stepfast.torch.reader import AgentSource, CommittedStep, DirectSource, Source, committed_steps
 from stepfast.torch.resume import Resumer
 from stepfast.torch.saver import AgentSaver, DirectSaver, Save
+from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source, committed_steps
 
 log = logging.getLogger("stepfast")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ from stepfast import catalog
 from stepfast.errors import CheckpointNotFound, StorageError
 from stepfast.storage import Store
 from stepfast.storage.faults import storage_error
-from stepfast.torch.reader import DirectSource, StepReader
+from stepfast.torch.reader import StepReader, reading_threads
+from stepfast.torch.sources import DirectSource
 
 
 def export_torch(store: Store, step: int, rank: int, target: Path, *, weights_only: bool) -> None:
@@ -18,11 +20,9 @@ def export_torch(store: Store, step: int, rank: int, target: Path, *, weights_on
 
     `store` is the job's folder. Raises CheckpointNotFound, CheckpointDamaged, CheckpointUnsafe, StorageError.
     """
-    reader = StepReader(DirectSource(store, "", run=""), step, name=_name_of(store, step))
-    try:
-        root, _ = reader.read(rank, weights_only=weights_only)
-    finally:
-        reader.close()
+    reader = StepReader(DirectSource(store, "", run=""), step, name=_name_of(store, step), threads=reading_threads(1))
+    with closing(reader):
+        root = reader.read(rank, {}, weights_only=weights_only)
     try:
         # By a file object: by its name torch would write that into the file.
         with target.open("wb") as file:

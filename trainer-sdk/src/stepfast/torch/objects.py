@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepfast.errors import CheckpointMismatch
 from stepfast.torch.state import Collected, collect
+from stepfast.torch.targets import OwnState
 
 RNG = "rng"
 _RESERVED = (RNG,)
@@ -62,15 +63,35 @@ class ObjectSet:
             raise AssertionError("the state changed while it was described")
         return flags
 
-    def load(self, states: Mapping[str, Any], *, step: int) -> None:
-        """Puts the states into the objects. Raises CheckpointMismatch when an object has none."""
-        missing = sorted(set(self._objects) - set(states))
+    def own_states(self) -> dict[str, OwnState]:
+        """The states whose tensors are surely the objects' own memory: what is written to them, the object has.
+
+        Of modules, optimizers and dicts; not of those that make their state, or take one in, in a way of their own.
+        """
+        found = {}
+        for name, item in self._objects.items():
+            inner = _unwrapped(item)
+            if isinstance(item, dict):
+                found[name] = OwnState(state=item, keeps_flags=False)
+            elif isinstance(inner, torch.nn.Module) and _is_plain_module(inner):
+                found[name] = OwnState(state=inner.state_dict(keep_vars=True), keeps_flags=True)
+            elif isinstance(inner, torch.optim.Optimizer) and _is_plain_optimizer(inner):
+                found[name] = OwnState(state=inner.state_dict(), keeps_flags=False)
+        return found
+
+    def expect(self, names: Sequence[str], *, step: int) -> None:
+        """Raises CheckpointMismatch when there is an object that is not among the names."""
+        missing = sorted(set(self._objects) - set(names))
         if missing:
-            raise CheckpointMismatch(
-                f"step {step} holds {', '.join(sorted(states)) or 'nothing'}, but not {', '.join(missing)}"
-            )
+            held = ", ".join(sorted(name for name in names if name not in _RESERVED)) or "nothing"
+            raise CheckpointMismatch(f"step {step} holds {held}, but not {', '.join(missing)}")
+
+    def load(self, states: Mapping[str, Any], *, step: int) -> None:
+        """Puts the states into the objects. Raises CheckpointMismatch when one does not take its own."""
         for name, item in self._objects.items():
             if _has_state(item):
+                if _has_it_all(_unwrapped(item), states[name]):
+                    continue
                 try:
                     _unwrapped(item).load_state_dict(states[name])
                 except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -111,6 +132,53 @@ def _parameter_flags(model: DistributedDataParallel, state: Mapping[str, Any]) -
     return flags
 
 
+_MODULE_METHODS = (
+    "state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict", "get_extra_state",
+    "set_extra_state",
+)  # fmt: skip
+_MODULE_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+_OPTIMIZER_METHODS = ("state_dict", "load_state_dict", "_process_value_according_to_param_policy")
+_OPTIMIZER_HOOKS = (
+    "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+def _is_plain_module(module: torch.nn.Module) -> bool:
+    """Whether its state is its parameters and buffers, no more and no less."""
+    return all(
+        all(getattr(type(part), name) is getattr(torch.nn.Module, name) for name in _MODULE_METHODS)
+        and not any(getattr(part, name) for name in _MODULE_HOOKS)
+        for part in module.modules()
+    )
+
+
+def _is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it gives its tensors away, and takes them in, as torch's own do."""
+    own, torchs = type(optimizer), torch.optim.Optimizer
+    is_torchs = all(getattr(own, name) is getattr(torchs, name) for name in _OPTIMIZER_METHODS)
+    return is_torchs and not any(getattr(optimizer, name) for name in _OPTIMIZER_HOOKS)
+
+
+def _has_it_all(item: Any, state: Any) -> bool:
+    """Whether the item is a module whose own tensors the state's are: there is nothing left to load."""
+    if not isinstance(item, torch.nn.Module) or not isinstance(state, Mapping) or not _is_plain_module(item):
+        return False
+    own = item.state_dict(keep_vars=True)
+    return own.keys() == state.keys() and all(_is_same_memory(own[name], state[name]) for name in own)
+
+
+def _is_same_memory(one: torch.Tensor, other: Any) -> bool:
+    if one is other:
+        return True
+    if not isinstance(other, torch.Tensor) or not one.is_cpu or not one.numel():
+        return False
+    looks_alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    return looks_alike and one.data_ptr() == other.data_ptr() and one.is_neg() == other.is_neg()
+
+
 def _update_in_place(target: MutableMapping[Any, Any], state: Mapping[Any, Any]) -> None:
     """The dict becomes the state; tensors that fit stay the caller's own and take the values."""
     for key in [key for key in target if key not in state]:
@@ -121,6 +189,8 @@ def _update_in_place(target: MutableMapping[Any, Any], state: Mapping[Any, Any])
 
 def _taken(known: Any, value: Any) -> Any:
     """What stands for the value: what was there, holding it now, if it can; an optimizer may refer to it."""
+    if known is value:
+        return known
     if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor) and _fits(known, value):
         with torch.no_grad():
             known.copy_(value)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 from stepfast.environment import Environment
 from stepfast.errors import CheckpointDamaged, CheckpointMismatch, GangError
 from stepfast.torch.gang import Gang
 from stepfast.torch.objects import RNG, ObjectSet
-from stepfast.torch.reader import Source, StepReader
+from stepfast.torch.reader import StepReader, reading_threads
 from stepfast.torch.rng import set_rng_state
+from stepfast.torch.sources import Source
 
 log = logging.getLogger("stepfast")
 
@@ -58,17 +58,16 @@ class Resumer:
         self._calls += 1
         wanted = first = self._agree_on(step)
         while wanted is not None:
-            damage, root, reader = self._read(wanted)
-            if damage is None and reader is not None:
-                self._objects.load({name: state for name, state in root.items() if name != RNG}, step=wanted)
-                if RNG in root:
-                    set_rng_state(root[RNG])
+            damage, reader = self._examine(wanted)
+            if reader is not None:
+                with closing(reader):
+                    self._deliver(reader)
                 is_rollback = step is not None or wanted != first
                 return Resumed(step=wanted, tier=str(reader.tier), is_rollback=is_rollback)
             log.error("stepfast: step %s is damaged: %s", wanted, damage)
             older = self._older(wanted)
             if step is not None:
-                path, _, reason = (damage or "").partition(": ")
+                path, _, reason = damage.partition(": ")
                 raise CheckpointDamaged(path, wanted, reason, older)
             wanted = older
         return Resumed(step=None, is_rollback=first is not None)
@@ -87,46 +86,67 @@ class Resumer:
             raise GangError(f"ranks restore different steps: {sorted(set(texts))}")
         return None if texts[0] == _NOTHING else int(texts[0])
 
-    def _read(self, step: int) -> tuple[str | None, Mapping[str, Any], StepReader | None]:
-        """Reads this rank's state without touching the objects; the damage that any rank found, or None."""
+    def _examine(self, step: int) -> tuple[str, StepReader | None]:
+        """Checks all that this rank would read, and touches nothing: the damage that any rank found, else a reader."""
         topic = f"verdict/{self._calls}/{step}"
-        verdict, root, reader = "", {}, None
+        verdict, reader = "", None
         try:
-            reader = StepReader(self._source, step, name=self._name)
-            root = self._root_of(reader)
+            threads = reading_threads(self._environment.local_world_size)
+            reader = StepReader(self._source, step, name=self._name, threads=threads)
+            self._check(reader)
         except CheckpointDamaged as error:
             verdict = f"{error.path}: {error.reason}"
         except Exception as error:
             # The others wait for this rank's verdict: they must not wait for ever.
             self._gang.exchange(topic, f"{_GAVE_UP}{type(error).__name__}: {error}")
+            _close(reader)
             raise
-        finally:
-            if reader is not None:
-                reader.close()
         verdicts = self._gang.exchange(topic, verdict)
+        found = next((text for text in verdicts if text), "")
+        if not found:
+            return "", reader
+        _close(reader)
         for rank, text in enumerate(verdicts):
             if text.startswith(_GAVE_UP):
                 raise GangError(f"rank {rank} cannot restore step {step}: {text.removeprefix(_GAVE_UP)}")
-        return next((text for text in verdicts if text), None), root, reader
+        return found, None
 
-    def _root_of(self, reader: StepReader) -> dict[str, Any]:
-        world_size, rank = reader.manifest.world_size, self._environment.rank
-        source_rank = rank if rank < world_size else 0
-        root, document = reader.read(source_rank, weights_only=self._weights_only)
-        if world_size != self._environment.world_size:
+    def _check(self, reader: StepReader) -> None:
+        source_rank = self._source_rank(reader)
+        if reader.manifest.world_size != self._environment.world_size:
+            document = reader.document(source_rank)
             # What a single rank saved is equal on all ranks by nature; whether it is to be is said now.
-            shared = self._objects.replicated_names if world_size == 1 else document["replicatedObjects"]
-            own = [name for name in root if name != RNG and name not in shared]
+            is_alone = reader.manifest.world_size == 1
+            shared = self._objects.replicated_names if is_alone else document["replicatedObjects"]
+            own = [name for name, _ in document["structure"][1] if name != RNG and name not in shared]
             if own:
                 raise CheckpointMismatch(
-                    f"step {reader.step} was saved by {world_size} ranks and these are {self._environment.world_size}; "
-                    f"{', '.join(sorted(own))} is each rank's own: declare it replicated if it is equal on all ranks"
+                    f"step {reader.step} was saved by {reader.manifest.world_size} ranks and these are "
+                    f"{self._environment.world_size}; {', '.join(sorted(own))} is each rank's own: declare it "
+                    "replicated if it is equal on all ranks"
                 )
-            if source_rank != rank:
-                root.pop(RNG, None)
-        return dict(root)
+        reader.check(source_rank, weights_only=self._weights_only)
+
+    def _deliver(self, reader: StepReader) -> None:
+        source_rank = self._source_rank(reader)
+        names = [name for name, _ in reader.document(source_rank)["structure"][1]]
+        self._objects.expect(names, step=reader.step)
+        root = reader.read(source_rank, self._objects.own_states(), weights_only=self._weights_only)
+        rng = root.pop(RNG, None)
+        self._objects.load(root, step=reader.step)
+        if rng is not None and source_rank == self._environment.rank:
+            set_rng_state(rng)
+
+    def _source_rank(self, reader: StepReader) -> int:
+        """The rank whose file is this one's: its own, where the gang that saved had one of that number."""
+        return self._environment.rank if self._environment.rank < reader.manifest.world_size else 0
 
     def _older(self, step: int) -> int | None:
         mine = max((s for s in self._source.steps() if s < step), default=None) if self._gang.rank == 0 else None
         text = self._gang.exchange(f"older/{self._calls}/{step}", _NOTHING if mine is None else str(mine))[0]
         return None if text == _NOTHING else int(text)
+
+
+def _close(reader: StepReader | None) -> None:
+    if reader is not None:
+        reader.close()

@@ -8,7 +8,7 @@ again after restore.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,14 +252,20 @@ def from_document(document: Any) -> Sharing:
     )
 
 
-def materialise(found: Sharing, bases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The collected tensors again, views tied to their bases; on the device that they came from, where it exists."""
+def materialise(found: Sharing, bases: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    """The collected tensors again, views tied to their bases; on the device that they came from, where it exists.
+
+    `own`: bases, by index, that are the caller's tensors already, and stay them.
+    """
     moved: dict[int, torch.Tensor] = {}
     tensors: list[torch.Tensor] = []
     for place, flags in zip(found.places, found.flags, strict=True):
         index = place if isinstance(place, int) else place.base
+        if isinstance(place, int) and index in own:
+            tensors.append(own[index])
+            continue
         if index not in moved:
-            moved[index] = _to_device(bases[index], flags.device)
+            moved[index] = bases[index] if index in own else _to_device(bases[index], flags.device)
         base = moved[index]
         tensors.append(_dress(base if isinstance(place, int) else _view(base, place), flags))
     return tensors

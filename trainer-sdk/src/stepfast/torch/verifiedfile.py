@@ -1,0 +1,154 @@
+"""One rank's file, every byte checked on its way to whoever asked for it (I5).
+
+What is handed out is checked where it was delivered, block by block while it is still in the processor's cache: a slot
+may be used again, and a disk may fail, between a check and a copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from stepfast.checksum import Checksum, new_checksum
+from stepfast.errors import CheckpointError
+from stepfast.layout import FileEntry
+from stepfast.storage.localfile import read_at
+from stepfast.tensorfile import Header, HeaderInvalid, header_bytes, parse_header
+from stepfast.torch.sources import Found
+
+_BLOCK_BYTES = 1 << 20  # read, then checked: small enough to stay in the cache, large enough for two calls not to count
+_DIRECT_BYTES = 1 << 16  # from this size on bytes are read straight to their place, below it with their neighbours
+_scratch = threading.local()
+
+
+class FileMismatch(CheckpointError):
+    """Bytes are not those that were saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """The file's bytes from `begin` on, and where they are to go: writable bytes, as many as there are to come."""
+
+    begin: int
+    target: memoryview
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.target)
+
+
+class VerifiedFile:
+    """The file of one rank. Its header is read and checked when it is opened; raises FileMismatch."""
+
+    def __init__(self, found: Found, entry: FileEntry) -> None:
+        self.tier = found.tier
+        self._entry, self._offset = entry, found.offset
+        self._file = open(found.descriptor, "rb", buffering=0)  # noqa: SIM115  # closed with this object
+        try:
+            if found.size_bytes != entry.size_bytes:
+                raise FileMismatch(f"{found.size_bytes} bytes instead of {entry.size_bytes}")
+            self.header: Header = parse_header(self._head(header_bytes(self._head(8))))
+        except HeaderInvalid as error:
+            self._file.close()
+            raise FileMismatch(str(error)) from error
+        except FileMismatch:
+            self._file.close()
+            raise
+
+    def check(self, ranges: Iterable[tuple[int, int]], threads: Executor | None = None) -> None:
+        """Reads every chunk that one of the ranges `[begin, end)` touches. Raises FileMismatch."""
+        size = self._entry.chunk_bytes
+        chunks = {index for begin, end in ranges if begin < end for index in range(begin // size, -(-end // size))}
+        _for_each(lambda index: self._pass_chunk(index, ()), sorted(chunks), threads)
+
+    def read(self, extents: Sequence[Extent], threads: Executor | None = None) -> None:
+        """Fills every extent's target. Raises FileMismatch; targets may hold anything then."""
+        by_chunk: dict[int, list[Extent]] = {}
+        size = self._entry.chunk_bytes
+        for extent in sorted(extents, key=lambda extent: extent.begin):
+            for index in range(extent.begin // size, -(-extent.end // size)):
+                by_chunk.setdefault(index, []).append(_clipped(extent, index * size, (index + 1) * size))
+        _for_each(lambda index: self._pass_chunk(index, by_chunk[index]), list(by_chunk), threads)
+
+    def close(self) -> None:
+        """Lets the file go."""
+        self._file.close()
+
+    def _head(self, end: int) -> bytes:
+        data = bytearray(max(0, min(end, self._entry.size_bytes)))
+        if data:
+            self.read([Extent(begin=0, target=memoryview(data))])
+        return bytes(data)
+
+    def _pass_chunk(self, index: int, extents: Sequence[Extent]) -> None:
+        """Reads one whole chunk, delivering what is wanted of it, and compares its checksum."""
+        begin = index * self._entry.chunk_bytes
+        end = min(begin + self._entry.chunk_bytes, self._entry.size_bytes)
+        if begin >= end or (extents and extents[-1].end > end):
+            raise FileMismatch(f"it ends before byte {extents[-1].end if extents else begin + 1}")
+        hasher = new_checksum()
+        small = [extent for extent in extents if len(extent.target) < _DIRECT_BYTES]
+        reached = begin
+        for extent in extents:
+            if len(extent.target) >= _DIRECT_BYTES:
+                self._pass_between(reached, extent.begin, small, hasher)
+                for offset in range(0, len(extent.target), _BLOCK_BYTES):
+                    block = extent.target[offset : offset + _BLOCK_BYTES]
+                    self._fill(extent.begin + offset, block)
+                    hasher.update(block)
+                reached = extent.end
+        self._pass_between(reached, end, small, hasher)
+        if hasher.hexdigest() != self._entry.checksums[index]:
+            raise FileMismatch(f"bytes {begin} to {end} are not those that were saved")
+
+    def _pass_between(self, begin: int, end: int, small: Sequence[Extent], hasher: Checksum) -> None:
+        """Reads `[begin, end)` through a buffer, and delivers the small extents that lie there."""
+        buffer = _buffer()
+        ends = [extent.end for extent in small]
+        for first in range(begin, end, _BLOCK_BYTES):
+            block = buffer[: min(_BLOCK_BYTES, end - first)]
+            last = first + len(block)
+            self._fill(first, block)
+            hasher.update(block)
+            for extent in small[bisect_right(ends, first) :]:
+                if extent.begin >= last:
+                    break
+                low, high = max(extent.begin, first), min(extent.end, last)
+                extent.target[low - extent.begin : high - extent.begin] = block[low - first : high - first]
+
+    def _fill(self, begin: int, block: memoryview) -> None:
+        try:
+            got = read_at(self._file.fileno(), self._offset + begin, block)
+        except OSError as error:
+            raise FileMismatch(f"bytes {begin} to {begin + len(block)} cannot be read: {error.strerror}") from error
+        if got < len(block):
+            raise FileMismatch("cut short")
+
+
+def _clipped(extent: Extent, low: int, high: int) -> Extent:
+    """What of the extent lies within `[low, high)`."""
+    if low <= extent.begin and extent.end <= high:
+        return extent
+    first, last = max(extent.begin, low), min(extent.end, high)
+    return Extent(begin=first, target=extent.target[first - extent.begin : last - extent.begin])
+
+
+def _buffer() -> memoryview:
+    """This thread's own."""
+    buffer = getattr(_scratch, "buffer", None)
+    if buffer is None:
+        buffer = _scratch.buffer = memoryview(bytearray(_BLOCK_BYTES))
+    found: memoryview = buffer
+    return found
+
+
+def _for_each(work: Callable[[int], None], items: Sequence[int], threads: Executor | None) -> None:
+    if threads is None or len(items) < 2:
+        for item in items:
+            work(item)
+        return
+    for _ in threads.map(work, items):
+        pass
