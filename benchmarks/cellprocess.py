@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.procfs import command_of, marked, session_of
+from benchmarks.procfs import command_of, families, marked
 
 Event = dict[str, Any]
 
@@ -30,7 +30,7 @@ _ERROR_CHARACTERS = 400
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """How a child ended: `done`, `failed`, `killed` (by SIGKILL, itself) or `hung` (past its time), and what it said."""
+    """How a child ended (`done`, `failed`, `killed` by SIGKILL, `hung`: past its time), and what it said."""
 
     status: str
     error: str
@@ -137,8 +137,8 @@ class Workplace:
 
     def left_processes(self) -> list[str]:
         """The commands of the cell's processes that live now, beside the helper and what it started."""
-        helper = self._helper.pid if self._helper is not None else -1
-        return [command_of(pid) for pid in marked(_MARK, self.key) if session_of(pid) not in (helper, None)]
+        helpers = families([self._helper.pid] if self._helper is not None else [])
+        return [command_of(pid) for pid in marked(_MARK, self.key) if pid not in helpers]
 
     def _end_all(self) -> None:
         self.kill_helper()

@@ -20,7 +20,7 @@ from benchmarks.memorypeaks import MemoryPeaks
 from benchmarks.peers.base import Peer, Site
 from benchmarks.peers.install import missing_reason
 from benchmarks.peers.roster import PEERS, peer_class
-from benchmarks.procfs import busy_seconds, members, processor_seconds
+from benchmarks.procfs import busy_seconds, families, processor_seconds
 from benchmarks.results import RESULTS, add_record
 from benchmarks.workload import size_of, state_of
 
@@ -204,7 +204,7 @@ class _OtherWork:
             self.others.append(round(max(0.0, busy - own) / max(wall, 0.05), 2))
 
     def _now(self) -> tuple[float, float, float]:
-        return time.monotonic(), busy_seconds(), processor_seconds(members(self._workplace.sessions))
+        return time.monotonic(), busy_seconds(), processor_seconds(families(self._workplace.sessions))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How much memory a cell takes at most: its trainer's own, its helpers' own, and shared memory; sampled from outside."""
+"""How much memory a cell takes at most: its trainer's, its helpers', and shared memory; sampled from outside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 
 from benchmarks.cellprocess import Workplace
-from benchmarks.procfs import anonymous_bytes, members, shared_memory_bytes
+from benchmarks.procfs import anonymous_bytes, families, shared_memory_bytes
 
 _PERIOD_SECONDS = 0.05
 _LISTING_PERIODS = 10
@@ -43,7 +43,7 @@ class MemoryPeaks:
         rounds = 0
         while not self._stopped.is_set():
             if rounds % _LISTING_PERIODS == 0:
-                helpers = [pid for pid in members(self._workplace.sessions) if pid != self._trainer]
+                helpers = [pid for pid in families(self._workplace.sessions) if pid != self._trainer]
             rounds += 1
             self.trainer_peak_bytes = max(self.trainer_peak_bytes, anonymous_bytes(self._trainer))
             self.helpers_peak_bytes = max(self.helpers_peak_bytes, sum(map(anonymous_bytes, helpers)))

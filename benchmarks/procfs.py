@@ -14,12 +14,6 @@ def processes() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-def session_of(pid: int) -> int | None:
-    """The session that a process belongs to; None when it is gone."""
-    fields = _stat(pid)
-    return int(fields[3]) if fields else None
-
-
 def command_of(pid: int) -> str:
     """Its command line; empty when it is gone."""
     try:
@@ -28,10 +22,15 @@ def command_of(pid: int) -> str:
         return ""
 
 
-def members(sessions: Iterable[int]) -> list[int]:
-    """The processes of those sessions."""
-    wanted = set(sessions)
-    return [pid for pid in processes() if session_of(pid) in wanted]
+def families(roots: Iterable[int]) -> set[int]:
+    """Those processes, all of the sessions that they lead, and whoever descends from one of them."""
+    found = set(roots)
+    relations = {pid: (int(fields[1]), int(fields[3])) for pid in processes() if (fields := _stat(pid))}
+    while True:
+        more = {pid for pid, relatives in relations.items() if pid not in found and found.intersection(relatives)}
+        if not more:
+            return found & relations.keys()
+        found |= more
 
 
 def marked(variable: str, value: str) -> list[int]:

@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 import torch
-
 from benchmarks.cellprocess import Teller
 from benchmarks.machine import PlainCopy, cold_read, drop_caches, read_files, repeated
 from benchmarks.peers.base import Peer, Site

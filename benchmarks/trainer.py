@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from benchmarks.cellprocess import Teller
 from benchmarks.machine import PlainCopy
 from benchmarks.peers.base import Peer, Site

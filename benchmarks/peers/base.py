@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-
 from benchmarks.workload import State
 
 Tier = Literal["memory", "disk"]

@@ -7,13 +7,12 @@ from concurrent.futures import Future
 from typing import Any, ClassVar
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
 from benchmarks.peers.base import Peer, Tier
 from benchmarks.peers.processgroup import join_alone
 from benchmarks.workload import State
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 
 class DcpSave(Peer):

@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import torch
-
 from benchmarks.peers.base import Peer, Tier
 from benchmarks.peers.processgroup import join_alone
 from benchmarks.workload import State

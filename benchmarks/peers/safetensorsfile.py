@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from safetensors.torch import load_file, save_file
-
 from benchmarks.peers.base import Peer, Tier
 from benchmarks.workload import State, tensors_of
+from safetensors.torch import load_file, save_file
 
 
 class SafetensorsFile(Peer):

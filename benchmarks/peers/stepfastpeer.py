@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.agentprocess import agent_command, is_answering
 from benchmarks.peers.base import Peer, StepMissing, Tier
 from benchmarks.workload import MIB, State
+
 from stepfast.nodeclient import NodeClient
 from stepfast.torch import Checkpointer, Saved, every
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import torch
-
 from benchmarks.peers.base import Peer, Tier, copy_into
 from benchmarks.workload import State
 
