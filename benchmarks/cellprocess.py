@@ -101,12 +101,19 @@ class Workplace:
             _kill_session(self._helper)
             self._helper = None
 
-    def run(self, module: str, arguments: Sequence[str], on_event: Callable[[Event], None] = lambda _: None) -> Outcome:
-        """Runs a child to its end, or to the end of the cell's time."""
+    def run(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        on_event: Callable[[Event], None] = lambda _: None,
+        *,
+        launcher: Sequence[str] = ("-m",),
+    ) -> Outcome:
+        """Runs a child to its end, or to the end of the cell's time; the launcher is Python's own options."""
         log = self.folder / f"{module}.log"
         with log.open("wb") as file:
             child = subprocess.Popen(
-                [sys.executable, "-m", f"benchmarks.{module}", *arguments],
+                [sys.executable, *launcher, f"benchmarks.{module}", *arguments],
                 env=self._environment, stdout=subprocess.PIPE, stderr=file, start_new_session=True,
             )  # fmt: skip
         self.sessions.add(child.pid)

@@ -40,7 +40,7 @@ class PlainCopy:
 
     def read_back(self) -> float:
         """Reads every tensor back, one `preadv` each, by one thread; seconds: the limit of a restore from memory."""
-        targets = [memoryview(t.detach().reshape(-1).view(torch.uint8).numpy()) for t in self._sources]
+        targets = [memoryview(t.detach().reshape(-1).view(torch.uint8).numpy().data) for t in self._sources]
         begin, offset = time.perf_counter(), 0
         for target, size in zip(targets, self._sizes, strict=True):
             _fill(self.descriptor, target, offset)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from benchmarks.cellprocess import Teller
 from benchmarks.machine import PlainCopy, cold_read, drop_caches, read_files, repeated
-from benchmarks.peers.base import Peer, Site
+from benchmarks.peers.base import Peer, Site, Tier
 from benchmarks.peers.roster import make_peer
 from benchmarks.workload import State, fill, stamp, state_of, tensors_of, wrong_elements, wrong_tensors
 
@@ -29,7 +29,7 @@ def main() -> None:
     state = state_of(arguments.layout)
     peer = make_peer(arguments.peer, Site.from_text(arguments.site))
     is_disk = arguments.tier != "memory"
-    tier = "disk" if is_disk else "memory"
+    tier: Tier = "disk" if is_disk else "memory"
     if arguments.limit:
         teller.tell("limits", **_limits(peer, arguments.step, state, arguments.tier))
     fill(state, _UNTOUCHED)

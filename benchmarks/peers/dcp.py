@@ -6,13 +6,13 @@ import warnings
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
-import torch.distributed.checkpoint as dcp
 from benchmarks.peers.base import Peer, Tier
 from benchmarks.peers.processgroup import join_alone
 from benchmarks.workload import State
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 
 class DcpSave(Peer):
@@ -25,14 +25,14 @@ class DcpSave(Peer):
         self._state = state
 
     def save(self, step: int) -> bool:
-        dcp.save(self._state, storage_writer=FileSystemWriter(self.path(step)), no_dist=True)
+        save(self._state, storage_writer=FileSystemWriter(self.path(step)), no_dist=True)
         return True
 
     def prepare_restore(self, tier: Tier) -> None:
         warnings.filterwarnings("ignore")
 
     def restore(self, tier: Tier, step: int, state: State) -> None:
-        dcp.load(state, checkpoint_id=self.path(step), no_dist=True)
+        load(state, checkpoint_id=self.path(step), no_dist=True)
 
 
 class DcpAsyncThread(DcpSave):
@@ -60,7 +60,7 @@ class DcpAsyncThread(DcpSave):
         # The stager has one set of buffers: whoever saves again before they are written gets a torn checkpoint.
         for upload in self._uploads.values():
             upload.result()
-        response = dcp.async_save(
+        response = async_save(
             self._state,
             storage_writer=FileSystemWriter(self.path(step)),
             async_checkpointer_type=self.writer_kind,

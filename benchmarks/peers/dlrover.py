@@ -53,14 +53,14 @@ class DLRoverFlash(Peer):
 
     def set_up(self, state: State) -> None:
         logging.disable(logging.WARNING)
-        from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+        from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer  # type: ignore[import-not-found]
 
         self.site.storage.mkdir(exist_ok=True)
         self._state = state
         self._checkpointer: Any = DdpCheckpointer(str(self.site.storage))
 
     def save(self, step: int) -> bool:
-        from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
+        from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType  # type: ignore[import-not-found]
 
         self._checkpointer.save_checkpoint(step, self._state, storage_type=StorageType.DISK)
         # The call tells nobody that the saver was busy and nothing was saved.

@@ -21,8 +21,8 @@ class NvrxShared(Peer):
         warnings.filterwarnings("ignore")
         _stand_in_for_cuda()
         join_alone()
-        from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
-        from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import init_checkpoint_metadata_cache
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue  # type: ignore[import-not-found]
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import init_checkpoint_metadata_cache  # type: ignore[import-not-found]
 
         init_checkpoint_metadata_cache()
         self._calls = AsyncCallsQueue(persistent=True, cpu_shm_mode=True)
@@ -30,9 +30,9 @@ class NvrxShared(Peer):
         self._written = 0
 
     def save(self, step: int) -> bool:
-        from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async, state_dict_saver
+        from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async, state_dict_saver  # type: ignore[import-not-found]
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
-        from torch.distributed.checkpoint import DefaultSavePlanner
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
         self.path(step).mkdir(parents=True)
         writer = filesystem_async.FileSystemWriterAsync(
@@ -64,13 +64,13 @@ class NvrxShared(Peer):
         warnings.filterwarnings("ignore")
 
     def restore(self, tier: Tier, step: int, state: State) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_loader import load
 
-        dcp.load(state, checkpoint_id=self.path(step), no_dist=True)
+        load(state, checkpoint_id=self.path(step), no_dist=True)
 
 
 def _stand_in_for_cuda() -> None:
     """NVRx asks for the device and waits for it whether or not there is one."""
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]  # a name that .to() takes
-        torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]  # nothing runs there
+        torch.cuda.synchronize = lambda *_, **__: None  # nothing runs there

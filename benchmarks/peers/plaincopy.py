@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.machine import PlainCopy
-from benchmarks.peers.base import Peer, Tier
+from benchmarks.peers.base import Peer
 from benchmarks.workload import State, tensors_of
 
 
@@ -11,7 +11,7 @@ class PlainCopyPeer(Peer):
     """What no save can be faster than."""
 
     title = "plain copy into warm shared memory"
-    tiers: tuple[Tier, ...] = ()
+    tiers = ()
 
     def set_up(self, state: State) -> None:
         self._copy = PlainCopy([tensor for _, tensor in tensors_of(state)])

@@ -21,7 +21,7 @@ class TorchSnapshotAsync(Peer):
         self._application = _application(state)
 
     def save(self, step: int) -> bool:
-        from torchsnapshot import Snapshot
+        from torchsnapshot import Snapshot  # type: ignore[import-not-found]
 
         self._pending[step] = Snapshot.async_take(str(self.path(step)), self._application)
         return True
