@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,8 @@ OURS = "stepfast"
 LIMIT = "plain_copy"
 OTHERS = tuple(peer for peer in PEERS if peer not in (OURS, LIMIT))
 ASYNCHRONOUS = ("dcp_async_thread", "dcp_async_process", "dcp_overlapped", "dlrover", "nvrx", "torchsnapshot")
+FORMATS = ("torch_save", "safetensors", "dcp_save", "dlrover", "nvrx", "torchsnapshot")
+"""One peer for each way to write and read a file: what restores and damage are about."""
 _OTHERS_BETWEEN = 3
 
 
@@ -77,21 +79,21 @@ KINDS = ("save", "back_to_back", "memory", "restore", "kill", "corrupt", "ddp")
 def measurements(plan: Plan, results: Path) -> Iterator[tuple[str, str, Callable[[], None]]]:
     """All cells in order: kind, peer, and what measures it."""
 
-    def of(kind: str, measure: Callable[[Cell], None], cell: Cell, others: Sequence[str]) -> Iterator[_Entry]:
-        for peer in interleaved(others):
+    def of(kind: str, measure: Callable[[Cell], None], cell: Cell, peers: Iterable[str]) -> Iterator[_Entry]:
+        for peer in peers:
             yield kind, peer, partial(measure, replace(cell, peer=peer, results=results))
 
     for cell in plan.saves:
-        yield from of("save", measure_saves, cell, (*OTHERS, LIMIT))
-    for cell in plan.saves:
-        yield from of("back_to_back", measure_back_to_back, cell, ASYNCHRONOUS)
+        yield from of("save", measure_saves, cell, interleaved((*OTHERS, LIMIT)))
+    for cell in plan.saves[:2]:
+        yield from of("back_to_back", measure_back_to_back, cell, interleaved(ASYNCHRONOUS))
     for cell in plan.saves[:1]:
-        yield from of("memory", measure_memory, replace(cell, saves=3), (*OTHERS, LIMIT))
+        yield from of("memory", measure_memory, replace(cell, saves=3), (OURS, *OTHERS))
     for cell in plan.restores:
-        yield from of("restore", partial(measure_restores, repeats=plan.repeats), cell, OTHERS)
-    yield from of("kill", measure_kill, plan.kill, ASYNCHRONOUS)
+        yield from of("restore", partial(measure_restores, repeats=plan.repeats), cell, interleaved(FORMATS))
+    yield from of("kill", measure_kill, plan.kill, (OURS, *ASYNCHRONOUS))
     yield "kill", OURS, partial(measure_kill, replace(plan.kill, results=results), kill_helper=True)
-    yield from of("corrupt", measure_corruption, plan.corruption, OTHERS)
+    yield from of("corrupt", measure_corruption, plan.corruption, (OURS, *FORMATS))
     for way in WAYS:
         yield "ddp", way, partial(measure_gang, way, plan.gang_layout, results=results)
 
