@@ -25,6 +25,7 @@ Event = dict[str, Any]
 
 _MARK = "STEPFAST_BENCH_CELL"
 _HELPER_START_SECONDS = 60.0
+_TRACKER_SECONDS = 5.0
 _ERROR_CHARACTERS = 400
 
 
@@ -96,9 +97,10 @@ class Workplace:
             time.sleep(0.05)
 
     def kill_helper(self) -> None:
-        """SIGKILL, to it and to what it started."""
+        """SIGKILL, to it alone."""
         if self._helper is not None:
-            _kill_session(self._helper)
+            self._helper.kill()
+            self._helper.wait()
             self._helper = None
 
     def run(
@@ -132,7 +134,8 @@ class Workplace:
         try:
             status = child.wait(timeout=max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            _kill_session(child)
+            child.kill()
+            child.wait()
             outcome.status, outcome.error = "hung", f"not done in the cell's time: {_last_words(log)}"
         else:
             listener.join(timeout=3)
@@ -148,21 +151,17 @@ class Workplace:
         return [command_of(pid) for pid in marked(_MARK, self.key) if pid not in helpers]
 
     def _end_all(self) -> None:
+        """Trackers come last: once nobody is left they remove the semaphores that the others leave in /dev/shm."""
         self.kill_helper()
-        for _ in range(100):
-            living = marked(_MARK, self.key)
-            if not living:
-                return
+        begin = time.monotonic()
+        while living := marked(_MARK, self.key):
+            patience = time.monotonic() - begin < _TRACKER_SECONDS
             for pid in living:
+                if patience and "resource_tracker" in command_of(pid):
+                    continue
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-
-
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _last_words(log: Path) -> str:

@@ -15,6 +15,8 @@ import bench_peers  # type: ignore[import-not-found]
 
 _SLOTS = 3
 _JOB = "bench/referee"
+_REMOVING_MEMORY = """(while kill -0 $$ 2>/dev/null; do sleep 0.2; done; rm -rf "$0") & exec "$@\""""
+"""The harness ends the agent with SIGKILL: what it leaves in memory is removed once its process is gone."""
 
 
 class Stepfast(bench_peers.Peer):  # type: ignore[misc]
@@ -26,10 +28,10 @@ class Stepfast(bench_peers.Peer):  # type: ignore[misc]
     @classmethod
     def agent_cmd(cls, ctx: Any) -> list[str]:
         limit = _SLOTS * (int(ctx.size * 1.05) + 64 * 2**20)
+        memory = f"/dev/shm/stepfast-referee-{os.getpid()}"
         return [
-            sys.executable, "-m", "stepfast_sidecar", "--socket", f"{ctx.dir}/agent.sock",
-            "--memory-dir", f"/dev/shm/bench_ckpt_shm-stepfast-{os.getpid()}", "--memory-limit", str(limit),
-            "--node", "referee", "--remove-memory",
+            "sh", "-c", _REMOVING_MEMORY, memory, sys.executable, "-m", "stepfast_sidecar", "--socket", f"{ctx.dir}/agent.sock",
+            "--memory-dir", memory, "--memory-limit", str(limit), "--node", "referee",
         ]  # fmt: skip
 
     @classmethod

@@ -42,7 +42,7 @@ def main() -> None:
     begin = time.perf_counter()
     try:
         peer.restore(tier, arguments.step, state)
-    except Exception as error:  # noqa: BLE001 - whatever a peer raises is what is measured here
+    except BaseException as error:  # noqa: BLE001 - whatever a peer raises is measured; DCP raises no Exception
         teller.tell("refused", error=f"{type(error).__name__}: {error}"[:_NAME_CHARACTERS])
         os._exit(0)
     seconds = time.perf_counter() - begin
