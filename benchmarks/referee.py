@@ -30,7 +30,8 @@ class Stepfast(bench_peers.Peer):  # type: ignore[misc]
         limit = _SLOTS * (int(ctx.size * 1.05) + 64 * 2**20)
         memory = f"/dev/shm/stepfast-referee-{os.getpid()}"
         return [
-            "sh", "-c", _REMOVING_MEMORY, memory, sys.executable, "-m", "stepfast_sidecar", "--socket", f"{ctx.dir}/agent.sock",
+            "sh", "-c", _REMOVING_MEMORY, memory,
+            sys.executable, "-m", "stepfast_sidecar", "--socket", f"{ctx.dir}/agent.sock",
             "--memory-dir", memory, "--memory-limit", str(limit), "--node", "referee",
         ]  # fmt: skip
 
