@@ -9,10 +9,10 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from benchmarks.cellprocess import Event, Outcome, Workplace
 from benchmarks.machine import drop_caches
@@ -43,7 +43,7 @@ class Cell:
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """A cell that is being measured."""
 
     cell: Cell
@@ -90,102 +90,137 @@ class _Run:
         print(json.dumps(record))
 
 
-def measure_saves(cell: Cell) -> None:
+P = ParamSpec("P")
+
+
+def _measuring(
+    kind: str,
+) -> Callable[[Callable[Concatenate[Run, P], None]], Callable[Concatenate[Cell, P], None]]:
+    """Makes what measures a run with its helper into what measures a cell: a failure on the way is a record."""
+
+    def decorate(measure: Callable[Concatenate[Run, P], None]) -> Callable[Concatenate[Cell, P], None]:
+        @wraps(measure)
+        def measure_cell(cell: Cell, *arguments: P.args, **named: P.kwargs) -> None:
+            size = size_of(state_of(cell.layout))
+            with Workplace(WORK, cell.time_limit_seconds) as workplace:
+                site = Site(folder=workplace.folder, key=workplace.key, size_bytes=size, slots=cell.slots)
+                site.storage.mkdir()
+                peer = peer_class(cell.peer)(site)
+                run = Run(cell, workplace, peer, site)
+                if peer.installed and (reason := missing_reason(cell.peer)):
+                    run.add(kind, status="missing", error=reason)
+                    return
+                workplace.add_environment(peer.environment())
+                try:
+                    run.start_helper()
+                    measure(run, *arguments, **named)
+                except (RuntimeError, OSError) as error:
+                    run.add(kind, status="failed", error=str(error))
+                finally:
+                    workplace.kill_helper()
+                    peer.clear_memory()
+
+        return measure_cell
+
+    return decorate
+
+
+@_measuring("save")
+def measure_saves(run: Run) -> None:
     """Stall, persist time and training time lost of saves that are each followed to the end."""
-    with _running(cell, "save") as run:
-        follower = _OtherWork(run.workplace)
-        outcome = run.train("follow", on_event=follower.hear)
-        run.add("save", **_told(outcome), other_processors=follower.others)
+    follower = _OtherWork(run.workplace)
+    outcome = run.train("follow", on_event=follower.hear)
+    run.add("save", **_told(outcome), other_processors=follower.others)
 
 
-def measure_back_to_back(cell: Cell) -> None:
+@_measuring("back_to_back")
+def measure_back_to_back(run: Run) -> None:
     """Stall of saves that come while the ones before them are still being persisted."""
-    with _running(cell, "back_to_back") as run:
-        outcome = run.train("back-to-back")
-        saves = outcome.told("save")
-        run.add(
-            "back_to_back",
-            interval_seconds=cell.interval_seconds,
-            skipped=sum(not save["is_saved"] for save in saves),
-            blocked=_blocked(saves),
-            **_told(outcome),
-        )
+    outcome = run.train("back-to-back")
+    saves = outcome.told("save")
+    run.add(
+        "back_to_back",
+        interval_seconds=cell.interval_seconds,
+        skipped=sum(not save["is_saved"] for save in saves),
+        blocked=_blocked(saves),
+        **_told(outcome),
+    )
 
 
-def measure_memory(cell: Cell) -> None:
+@_measuring("memory")
+def measure_memory(run: Run) -> None:
     """Peaks of memory over a run of saves without the plain copy's buffer."""
-    with _running(cell, "memory") as run:
-        peaks: list[MemoryPeaks] = []
+    peaks: list[MemoryPeaks] = []
 
-        def hear(event: Event) -> None:
-            if event["event"] == "built":
-                peaks.append(MemoryPeaks(run.workplace, event["pid"]))
+    def hear(event: Event) -> None:
+        if event["event"] == "built":
+            peaks.append(MemoryPeaks(run.workplace, event["pid"]))
 
-        outcome = run.train("follow", "--no-limit", on_event=hear)
-        found = peaks[0].stop() if peaks else {}
-        run.add("memory", status=outcome.status, error=outcome.error, saves=len(outcome.told("save")), **found)
+    outcome = run.train("follow", "--no-limit", on_event=hear)
+    found = peaks[0].stop() if peaks else {}
+    run.add("memory", status=outcome.status, error=outcome.error, saves=len(outcome.told("save")), **found)
 
 
-def measure_restores(cell: Cell, repeats: int = 3) -> None:
+@_measuring("restore")
+def measure_restores(run: Run, repeats: int = 3) -> None:
     """Restores in new processes: from memory, then (memory cleared) from disk, warm and cold."""
-    with _running(cell, "restore") as run:
-        trained = run.train("follow", "--no-limit", saves=2)
-        if trained.status != "done":
-            run.add("restore", tier="", status=trained.status, error=trained.error)
-            return
-        for tier in _tiers(run.peer):
-            if tier == DISK[0]:
-                run.leave_disk_alone()
-            for _ in range(repeats):
-                _add_restore(run, tier, run.restore(tier, 2))
+    trained = run.train("follow", "--no-limit", saves=2)
+    if trained.status != "done":
+        run.add("restore", tier="", status=trained.status, error=trained.error)
+        return
+    for tier in _tiers(run.peer):
+        if tier == DISK[0]:
+            run.leave_disk_alone()
+        for _ in range(repeats):
+            _add_restore(run, tier, run.restore(tier, 2))
 
 
-def measure_kill(cell: Cell, wait_seconds: float = 10.0, *, kill_helper: bool = False) -> None:
+@_measuring("kill")
+def measure_kill(run: Run, wait_seconds: float = 10.0, *, kill_helper: bool = False) -> None:
     """SIGKILL of the trainer when its last save has returned: which tiers still have that step?
 
     With `kill_helper` the helper is killed right after it and started anew; its memory is left as it is.
     """
-    with _running(cell, "kill") as run:
-        trained = run.train("die", "--no-limit", saves=2)
-        if kill_helper:
-            run.workplace.kill_helper()
-            run.start_helper()
-        if trained.status != "killed":
-            run.add("kill", helper_killed=kill_helper, tier="", status=trained.status, error=trained.error)
-            return
-        time.sleep(wait_seconds)
-        left = run.workplace.left_processes()
-        for tier in run.peer.tiers:
-            if tier == "disk":
-                run.leave_disk_alone()
-            outcome = run.restore("memory" if tier == "memory" else DISK[0], 2, "--no-limit")
-            restored = next(iter(outcome.told("restored")), {})
-            run.add(
-                "kill", helper_killed=kill_helper, tier=tier, status=outcome.status, error=_refusal(outcome),
-                is_restorable=restored.get("step") == 2, restored_step=restored.get("step"),
-                waited_seconds=wait_seconds, left_processes=left,
-            )  # fmt: skip
-
-
-def measure_corruption(cell: Cell) -> None:
-    """One byte of the largest file is flipped: does the restore say so?"""
-    with _running(cell, "corrupt") as run:
-        trained = run.train("follow", "--no-limit", saves=1)
-        if trained.status != "done":
-            run.add("corrupt", status=trained.status, error=trained.error)
-            return
+    trained = run.train("die", "--no-limit", saves=2)
+    if kill_helper:
         run.workplace.kill_helper()
-        file = max(run.peer.files(1), key=lambda path: path.stat().st_size)
-        _flip_middle_byte(file)
-        drop_caches()
-        run.leave_disk_alone()
-        outcome = run.restore(DISK[0], 1, "--no-limit", "--count-elements")
+        run.start_helper()
+    if trained.status != "killed":
+        run.add("kill", helper_killed=kill_helper, tier="", status=trained.status, error=trained.error)
+        return
+    time.sleep(wait_seconds)
+    left = run.workplace.left_processes()
+    for tier in run.peer.tiers:
+        if tier == "disk":
+            run.leave_disk_alone()
+        outcome = run.restore("memory" if tier == "memory" else DISK[0], 2, "--no-limit")
         restored = next(iter(outcome.told("restored")), {})
-        refusal = _refusal(outcome)
         run.add(
-            "corrupt", status=outcome.status, error=refusal, file=file.name, is_detected=bool(refusal),
-            names_file=file.name in refusal, wrong_elements=restored.get("wrong_elements"),
+            "kill", helper_killed=kill_helper, tier=tier, status=outcome.status, error=_refusal(outcome),
+            is_restorable=restored.get("step") == 2, restored_step=restored.get("step"),
+            waited_seconds=wait_seconds, left_processes=left,
         )  # fmt: skip
+
+
+@_measuring("corrupt")
+def measure_corruption(run: Run) -> None:
+    """One byte of the largest file is flipped: does the restore say so?"""
+    trained = run.train("follow", "--no-limit", saves=1)
+    if trained.status != "done":
+        run.add("corrupt", status=trained.status, error=trained.error)
+        return
+    run.workplace.kill_helper()
+    file = max(run.peer.files(1), key=lambda path: path.stat().st_size)
+    _flip_middle_byte(file)
+    drop_caches()
+    run.leave_disk_alone()
+    outcome = run.restore(DISK[0], 1, "--no-limit", "--count-elements")
+    restored = next(iter(outcome.told("restored")), {})
+    refusal = _refusal(outcome)
+    run.add(
+        "corrupt", status=outcome.status, error=refusal, file=file.name, is_detected=bool(refusal),
+        names_file=file.name in refusal, wrong_elements=restored.get("wrong_elements"),
+    )  # fmt: skip
 
 
 class _OtherWork:
@@ -207,31 +242,6 @@ class _OtherWork:
         return time.monotonic(), busy_seconds(), processor_seconds(families(self._workplace.sessions))
 
 
-@contextmanager
-def _running(cell: Cell, kind: str) -> Iterator[_Run]:
-    """The cell with its helper; a failure to get that far, or any later, is a record."""
-    peer_kind = peer_class(cell.peer)
-    size = size_of(state_of(cell.layout))
-    reason = missing_reason(cell.peer) if peer_kind.installed else ""
-    with Workplace(WORK, cell.time_limit_seconds) as workplace:
-        site = Site(folder=workplace.folder, key=workplace.key, size_bytes=size, slots=cell.slots)
-        site.storage.mkdir()
-        peer = peer_kind(site)
-        run = _Run(cell, workplace, peer, site)
-        if reason:
-            run.add(kind, status="missing", error=reason)
-            return
-        workplace.add_environment(peer.environment())
-        try:
-            run.start_helper()
-            yield run
-        except (RuntimeError, OSError) as error:
-            run.add(kind, status="failed", error=str(error))
-        finally:
-            workplace.kill_helper()
-            peer.clear_memory()
-
-
 def _told(outcome: Outcome) -> dict[str, Any]:
     """What a trainer told, as fields of a record."""
     fields = [{name: value for name, value in save.items() if name != "event"} for save in outcome.told("save")]
@@ -245,7 +255,7 @@ def _told(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _add_restore(run: _Run, tier: str, outcome: Outcome) -> None:
+def _add_restore(run: Run, tier: str, outcome: Outcome) -> None:
     limits = next(iter(outcome.told("limits")), {})
     restored = next(iter(outcome.told("restored")), {})
     values = {name: value for name, value in {**limits, **restored}.items() if name != "event"}
@@ -258,9 +268,10 @@ def _refusal(outcome: Outcome) -> str:
 
 
 def _blocked(saves: Sequence[Event]) -> int:
-    """Saves that waited for the one before them: busy, and more than twice the stall of the quickest that was not."""
-    free = [save["stall_seconds"] for save in saves if not save["is_busy"]]
-    return sum(save["is_busy"] and save["stall_seconds"] > 2 * min(free) for save in saves if free)
+    """Saves that seem to have waited for the one before them: busy, with more than twice the stall of the quickest."""
+    made = [save for save in saves if save["is_saved"]]
+    quickest = min((save["stall_seconds"] for save in made), default=0.0)
+    return sum(save["is_busy"] and save["stall_seconds"] > 2 * quickest for save in made)
 
 
 def _tiers(peer: Peer) -> Iterator[str]:

@@ -18,7 +18,7 @@ from benchmarks.workload import State, fill, stamp, state_of, tensors_of, wrong_
 
 _LIMIT_TIMES = 3
 _UNTOUCHED = -7.0
-_NAME_CHARACTERS = 500
+_ERROR_CHARACTERS = 500
 
 
 def main() -> None:
@@ -43,7 +43,8 @@ def main() -> None:
     try:
         peer.restore(tier, arguments.step, state)
     except BaseException as error:  # noqa: BLE001 - whatever a peer raises is measured; DCP raises no Exception
-        teller.tell("refused", error=f"{type(error).__name__}: {error}"[:_NAME_CHARACTERS])
+        words = [line.strip() for line in str(error).splitlines() if line.strip()]
+        teller.tell("refused", error=f"{type(error).__name__}: {words[-1] if words else ''}"[:_ERROR_CHARACTERS])
         os._exit(0)
     seconds = time.perf_counter() - begin
     if any(tensor.data_ptr() != owners[name] for name, tensor in tensors_of(state)):
