@@ -100,7 +100,7 @@ def _measuring(
 
     def decorate(measure: Callable[Concatenate[Run, P], None]) -> Callable[Concatenate[Cell, P], None]:
         @wraps(measure)
-        def measure_cell(cell: Cell, *arguments: P.args, **named: P.kwargs) -> None:
+        def measure_cell(cell: Cell, /, *arguments: P.args, **named: P.kwargs) -> None:
             size = size_of(state_of(cell.layout))
             with Workplace(WORK, cell.time_limit_seconds) as workplace:
                 site = Site(folder=workplace.folder, key=workplace.key, size_bytes=size, slots=cell.slots)
@@ -140,7 +140,7 @@ def measure_back_to_back(run: Run) -> None:
     saves = outcome.told("save")
     run.add(
         "back_to_back",
-        interval_seconds=cell.interval_seconds,
+        interval_seconds=run.cell.interval_seconds,
         skipped=sum(not save["is_saved"] for save in saves),
         blocked=_blocked(saves),
         **_told(outcome),
