@@ -36,21 +36,30 @@ class Agent:
         self.process.wait()
 
 
+def agent_command(socket: Path, memory: Path, limit_bytes: int, *more: str) -> list[str]:
+    """The command line of an agent; a memory folder that is there is taken over."""
+    return [
+        sys.executable, "-m", "stepfast_sidecar", "--socket", str(socket), "--memory-dir", str(memory),
+        "--memory-limit", str(limit_bytes), "--node", "bench", *more,
+    ]  # fmt: skip
+
+
+def is_answering(socket: Path) -> bool:
+    """Whether an agent serves the socket."""
+    try:
+        NodeClient(str(socket)).status()
+    except AgentUnavailable:
+        return False
+    return True
+
+
 def start_agent(socket: Path, memory: Path, limit_bytes: int, *more: str) -> Agent:
-    """Starts an agent and waits until it answers; a memory folder that is there is taken over."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stepfast_sidecar", "--socket", str(socket), "--memory-dir", str(memory),
-         "--memory-limit", str(limit_bytes), "--node", "bench", *more],
-    )  # fmt: skip
-    client = NodeClient(str(socket))
-    while True:
-        try:
-            client.status()
-            break
-        except AgentUnavailable:
-            if process.poll() is not None:
-                raise
-            time.sleep(0.02)
+    """Starts an agent and waits until it answers. Raises AgentUnavailable when it ends instead."""
+    process = subprocess.Popen(agent_command(socket, memory, limit_bytes, *more))
+    while not is_answering(socket):
+        if process.poll() is not None:
+            raise AgentUnavailable(f"the agent at {socket} ended with status {process.returncode}")
+        time.sleep(0.02)
     return Agent(socket=str(socket), memory=memory, process=process)
 
 

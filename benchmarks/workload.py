@@ -48,6 +48,16 @@ def small_state(count: int = 20_000, tensor_bytes: int = 10_000) -> State:
     }
 
 
+def state_of(layout: str) -> State:
+    """The state that a layout's name asks for: `gpt:<GiB>` or `small:<number of tensors>`. Raises ValueError."""
+    kind, _, amount = layout.partition(":")
+    if kind == "gpt":
+        return gpt_state(int(float(amount) * GIB))
+    if kind == "small":
+        return small_state(int(amount))
+    raise ValueError(f"layout {layout!r} is neither gpt:<GiB> nor small:<number of tensors>")
+
+
 def tensors_of(state: State, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor with its path, in order."""
     for name, value in state.items():
@@ -69,6 +79,18 @@ def stamp(state: State, value: float) -> None:
         for _, tensor in tensors_of(state):
             flat = tensor.view(-1)
             flat[0] = flat[flat.numel() // 2] = flat[-1] = value
+
+
+def fill(state: State, value: float) -> None:
+    """Writes the value into every element: what a restore leaves out is seen, and all memory is there before it."""
+    for _, tensor in tensors_of(state):
+        tensor.fill_(value)
+
+
+def wrong_elements(state: State, expected: State) -> int:
+    """How many elements of all tensors differ."""
+    pairs = zip(tensors_of(state), tensors_of(expected), strict=True)
+    return sum(int((tensor != other).sum()) for (_, tensor), (_, other) in pairs)
 
 
 def wrong_tensors(state: State, value: float) -> int:
