@@ -10,12 +10,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import sqrt
+from statistics import median
 
 from stepfast.errors import GangError
 from stepfast.step import OnBusy
 
 CONSULT_SECONDS = 2.0  # how often ranks consult each other even when no save is due: a request to save waits so long
 DEFAULT_MTBF_SECONDS = 3 * 3600.0  # between interruptions of a large job: Llama 3, 419 in 54 days
+MIN_MTBF_SECONDS = 60.0  # a gang that fails more often than that makes no progress: that is the budget's to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,23 @@ class Interval:
 def young_daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
     """sqrt(2·C·MTBF): the interval that loses least time (J. W. Young 1974, first-order; J. T. Daly 2006)."""
     return min(3600.0, max(1.0, sqrt(2.0 * stall_seconds * mtbf_seconds)))
+
+
+def expected_mtbf_seconds(
+    interruptions: int, trained_seconds: float, *, prior_seconds: float = DEFAULT_MTBF_SECONDS
+) -> float:
+    """How long the job may be expected to train between two interruptions, from what was seen of it so far.
+
+    The mean rate of a Poisson process after `interruptions` in `trained_seconds`, when one in `prior_seconds` was
+    expected (the conjugate Gamma prior of shape 1): it begins at the prior, lies between that and what was seen, and
+    needs no interruption to have been seen.
+    """
+    return max(MIN_MTBF_SECONDS, (prior_seconds + max(0.0, trained_seconds)) / (max(0, interruptions) + 1))
+
+
+def typical_stall_seconds(stalls: Sequence[float]) -> float:
+    """What a save costs training: the median, which one slow save (a page fault, a busy disk) does not move."""
+    return median(stalls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +200,7 @@ def is_save_step(step: int, pace: Pace, interval: Interval) -> bool:
     """Whether the interval says to save at this step."""
     if interval.steps is not None:
         return step // interval.steps > pace.last_save_step // interval.steps
-    return pace.now - pace.last_save_time >= _interval_seconds(pace, interval) - pace.step_seconds / 2
+    return pace.now - pace.last_save_time >= interval_seconds(pace, interval) - pace.step_seconds / 2
 
 
 def next_consult(step: int, pace: Pace, interval: Interval) -> int:
@@ -190,12 +209,13 @@ def next_consult(step: int, pace: Pace, interval: Interval) -> int:
     if interval.steps is not None:
         save_step = (max(step, pace.last_save_step) // interval.steps + 1) * interval.steps
     else:
-        left = pace.last_save_time + _interval_seconds(pace, interval) - pace.now
+        left = pace.last_save_time + interval_seconds(pace, interval) - pace.now
         save_step = step + max(1, int(left / pace.step_seconds)) if pace.step_seconds > 0 else step + 1
     return min(save_step, step + seconds_ahead)
 
 
-def _interval_seconds(pace: Pace, interval: Interval) -> float:
+def interval_seconds(pace: Pace, interval: Interval) -> float:
+    """How long after the last save the next one falls due, unless the interval counts steps."""
     if interval.seconds is not None:
         return interval.seconds
     return young_daly_seconds(pace.stall_seconds, pace.mtbf_seconds)
