@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.results import RESULTS
-from benchmarks.simulation import goodput
+from benchmarks.simulation import goodput, scale
 
 
 def main() -> None:
@@ -18,9 +18,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=goodput.SEEDS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    parts = options.parts or ["goodput"]
+    parts = options.parts or ["goodput", "scale"]
     if "goodput" in parts:
         for line in goodput.lines_of(goodput.add_all(options.results, seeds=options.seeds)):
+            print(line)
+    if "scale" in parts:
+        for line in scale.lines_of(scale.add_all(options.results)):
             print(line)
 
 
