@@ -18,7 +18,7 @@ from math import ceil, inf
 
 from benchmarks.simulation.traces import Failure
 
-from stepfast.admission import Interval, interval_seconds
+from stepfast.admission import LONGEST_INTERVAL_SECONDS, Interval, interval_seconds
 from stepfast.pacing import PaceKeeper
 
 
@@ -113,7 +113,7 @@ class _Attempt:
         if may_skip and self._interval.seconds is not None:
             self._skip(end, self._interval.seconds)
         while True:
-            interval = interval_seconds(self._keeper.pace(self._now), self._interval)
+            interval = self._seconds_to_save()
             if self._now + interval + self._stall > end:
                 break
             self._now += interval + self._stall
@@ -125,6 +125,13 @@ class _Attempt:
         self.stalled += end - self._now - trained  # in the middle of a save
         self.work += trained
         self.tier.advance(end)
+
+    def _seconds_to_save(self) -> float:
+        """From the last save to the next. Auto waits while a step is on its way to the storage (`awaits_storage`)."""
+        seconds = interval_seconds(self._keeper.pace(self._now), self._interval)
+        if self._interval.seconds is not None or self.tier.uploading is None:
+            return seconds
+        return max(seconds, min(self.tier.until - self._now, LONGEST_INTERVAL_SECONDS))
 
     def _count(self, saves: int) -> None:
         self.saves += saves

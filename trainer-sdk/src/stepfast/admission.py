@@ -17,6 +17,7 @@ from stepfast.step import OnBusy
 
 CONSULT_SECONDS = 2.0  # how often ranks consult each other even when no save is due: a request to save waits so long
 DEFAULT_MTBF_SECONDS = 3 * 3600.0  # between interruptions of a large job: Llama 3, 419 in 54 days
+LONGEST_INTERVAL_SECONDS = 3600.0  # of auto
 MIN_MTBF_SECONDS = 60.0  # a gang that fails more often than that makes no progress: that is the budget's to end
 
 
@@ -36,7 +37,7 @@ class Interval:
 
 def young_daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
     """sqrt(2·C·MTBF): the interval that loses least time (J. W. Young 1974, first-order; J. T. Daly 2006)."""
-    return min(3600.0, max(1.0, sqrt(2.0 * stall_seconds * mtbf_seconds)))
+    return min(LONGEST_INTERVAL_SECONDS, max(1.0, sqrt(2.0 * stall_seconds * mtbf_seconds)))
 
 
 def expected_mtbf_seconds(
@@ -142,6 +143,9 @@ def decide_save(
             "objects declared replicated are laid out differently on different ranks: names, shapes or dtypes"
         )
     wanted = request.explicit or request.final or is_save_step(request.step, pace, interval)
+    if wanted and not (request.explicit or request.final) and awaits_storage(reports, pace, interval):
+        next_step = request.step + _steps_ahead(pace)
+        return Decision(step=request.step, save=False, time=pace.now, next_step=next_step)
     drop = outrun(reports)
     must_save = request.final or request.must_persist
     if wanted and not must_save and on_busy is OnBusy.SKIP and not all(has_room(r, drop) for r in reports):
@@ -169,6 +173,19 @@ def decide_save(
         next_step=next_consult(request.step, after, interval),
         time=pace.now,
     )
+
+
+def awaits_storage(reports: Sequence[RankReport], pace: Pace, interval: Interval) -> bool:
+    """Whether auto lets a save that is due wait: a step is on its way to the storage, and the next one would queue.
+
+    A step that queues is not persisted any sooner for being staged now, and a flush would have to persist both. A
+    storage that is away is waited for no longer than auto's longest interval.
+    """
+    if interval.steps is not None or interval.seconds is not None:
+        return False
+    if pace.now - pace.last_save_time >= LONGEST_INTERVAL_SECONDS:
+        return False
+    return any(report.unpersisted for report in reports)
 
 
 def outrun(reports: Sequence[RankReport]) -> tuple[int, ...]:
@@ -205,13 +222,16 @@ def is_save_step(step: int, pace: Pace, interval: Interval) -> bool:
 
 def next_consult(step: int, pace: Pace, interval: Interval) -> int:
     """The next step at which all ranks consult: when a save falls due, or `CONSULT_SECONDS` from now."""
-    seconds_ahead = max(1, int(CONSULT_SECONDS / pace.step_seconds)) if pace.step_seconds > 0 else 1
     if interval.steps is not None:
         save_step = (max(step, pace.last_save_step) // interval.steps + 1) * interval.steps
     else:
         left = pace.last_save_time + interval_seconds(pace, interval) - pace.now
         save_step = step + max(1, int(left / pace.step_seconds)) if pace.step_seconds > 0 else step + 1
-    return min(save_step, step + seconds_ahead)
+    return min(save_step, step + _steps_ahead(pace))
+
+
+def _steps_ahead(pace: Pace) -> int:
+    return max(1, int(CONSULT_SECONDS / pace.step_seconds)) if pace.step_seconds > 0 else 1
 
 
 def interval_seconds(pace: Pace, interval: Interval) -> float:

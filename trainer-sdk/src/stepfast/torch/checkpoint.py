@@ -311,7 +311,7 @@ class Checkpointer:
     def _unpersisted(self) -> tuple[int, ...]:
         if self._agent is None or self._link is None:
             return ()
-        return tuple(step for step in self._agent.unpersisted if not self._link.is_committed(step))
+        return tuple(step for step in self._agent.unpersisted if not self._link.is_settled(step))
 
     def _save(self, decision: Decision, began: float) -> Saved:
         plan, header, sources = self._planner.prepare(decision.step)
