@@ -12,6 +12,7 @@ from stepfast.admission import (
     Pace,
     RankReport,
     Request,
+    awaits_storage,
     decide_save,
     has_room,
     is_save_step,
@@ -219,6 +220,39 @@ def test_ranks_consult_at_the_next_save_or_after_two_seconds(
 )
 def test_interval_is_that_of_young_and_daly(stall: float, mtbf: float, seconds: float) -> None:
     assert young_daly_seconds(stall, mtbf) == pytest.approx(seconds)
+
+
+AUTO_DUE = replace(PACE, now=10_000.0, last_save_time=9_000.0, step_seconds=0.1)
+UPLOADING = report(step=10, persisting=(10,), unpersisted=(10,))
+
+
+@pytest.mark.parametrize(
+    ("interval", "reports", "pace", "waits"),
+    [
+        (Interval(), (UPLOADING,), AUTO_DUE, True),
+        (Interval(), (report(), UPLOADING), AUTO_DUE, True),
+        (Interval(), (report(step=10),), AUTO_DUE, False),
+        (Interval(), (report(slots=0),), AUTO_DUE, False),
+        (Interval(), (UPLOADING,), replace(AUTO_DUE, last_save_time=6_400.0), False),
+        (Interval(seconds=10.0), (UPLOADING,), AUTO_DUE, False),
+        (Interval(steps=10), (UPLOADING,), AUTO_DUE, False),
+    ],
+    ids=["uploading", "one-rank", "persisted", "no-agent", "an-hour", "fixed-seconds", "fixed-steps"],
+)
+def test_auto_waits_for_the_storage_and_nothing_else_does(
+    interval: Interval, reports: tuple[RankReport, ...], pace: Pace, waits: bool
+) -> None:
+    assert awaits_storage(reports, pace, interval) is waits
+    decision = decide_save(
+        Request(step=20), reports, pace, interval, on_busy=OnBusy.WAIT, persist_interval_seconds=0.0
+    )  # fmt: skip
+    assert decision.save is not waits
+    if waits:
+        assert decision.next_step == 40  # asked again in two seconds, not at each step
+    for asked in (Request(step=20, explicit=True), Request(step=20, final=True)):
+        assert decide_save(
+            asked, reports, pace, interval, on_busy=OnBusy.WAIT, persist_interval_seconds=0.0
+        ).save  # fmt: skip
 
 
 def test_interval_of_seconds_is_kept_to_the_nearest_step() -> None:

@@ -20,7 +20,9 @@ from stepfast_operator.manifests import Owner
 from stepfast_operator.spec import TrainingSpec
 
 OWNER = Owner(job=JobKey(namespace="ml", name="gpt"), uid="0b0e")
-LAUNCH = LaunchGang(attempt=12, run="0b0e-12", resume_step=500)
+LAUNCH = LaunchGang(
+    attempt=12, run="0b0e-12", resume_step=500, planned_time=1000.0, interruptions=11, trained_seconds=86_400.0
+)
 STORAGE = "abfss://data@account.dfs.core.windows.net/root"
 VOLUME = {
     "name": "stepfast",
@@ -88,6 +90,7 @@ def test_variables_in_the_pod() -> None:
     variables = values(container)
     settings = json.loads(variables.pop("STEPFAST_SETTINGS"))
     assert (settings["node"], settings["ranksPerAgent"]) == (1, 4)
+    assert (settings["plannedTime"], settings["interruptions"], settings["trainedSeconds"]) == (1000.0, 11, 86_400.0)
     expected = {
         "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": "a12-n00000.gpt:29400", "PET_RDZV_ID": "0b0e-12", "PET_LOCAL_ADDR": "a12-n00001.gpt",

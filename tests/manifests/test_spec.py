@@ -334,6 +334,9 @@ def test_settings_for_the_sdk() -> None:
         "interval": {"steps": 50},
         "node": 3,
         "ranksPerAgent": 4,
+        "plannedTime": 0.0,
+        "interruptions": 0,
+        "trainedSeconds": 0.0,
     }
 
 

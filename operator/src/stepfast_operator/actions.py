@@ -26,6 +26,9 @@ class LaunchGang:
     attempt: int
     run: str
     resume_step: int
+    planned_time: float = 0.0
+    interruptions: int = 0  # what was seen of the job until it was planned
+    trained_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

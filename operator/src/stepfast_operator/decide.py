@@ -235,7 +235,14 @@ def _launch(observed: Observed, attempt: Attempt) -> Decision:
         return _decision("the agent comes first", StartAgent(), RequeueAfter(seconds=_SOON_SECONDS))
     if wait > 0 and observed.agent is AgentState.STARTING:
         return _decision("waiting for the agent", RequeueAfter(seconds=_SOON_SECONDS))
-    launch = LaunchGang(attempt=attempt.attempt, run=attempt.run, resume_step=attempt.resume_step)
+    launch = LaunchGang(
+        attempt=attempt.attempt,
+        run=attempt.run,
+        resume_step=attempt.resume_step,
+        planned_time=attempt.planned_time,
+        interruptions=observed.status.interruptions,
+        trained_seconds=observed.status.trained_seconds,
+    )
     return _decision(f"attempt {attempt.attempt} is due", launch, RequeueAfter(seconds=_SOON_SECONDS))
 
 

@@ -176,7 +176,14 @@ def environment(
         "STEPFAST_RESUME_STEP": str(launch.resume_step),
         "STEPFAST_STORAGE_URI": storage_uri,
         "STEPFAST_MEMORY_BUFFER_SIZE": str(spec.checkpoint.memory.size_limit or 0),
-        "STEPFAST_SETTINGS": settings_text(spec, node=index, ranks_per_agent=processes),
+        "STEPFAST_SETTINGS": settings_text(
+            spec,
+            node=index,
+            ranks_per_agent=processes,
+            planned_time=launch.planned_time,
+            interruptions=launch.interruptions,
+            trained_seconds=launch.trained_seconds,
+        ),
         "STEPFAST_TERMINATION_LOG": _TERMINATION_LOG,
     }
     if spec.checkpoint.secret_ref is not None:

@@ -281,6 +281,8 @@ class Status:
     last_failure: LastFailure | None = None
     recoveries: tuple[Recovery, ...] = ()
     steps_lost: int = 0
+    interruptions: int = 0  # of training: restarts of the gang, and those in place
+    trained_seconds: float = 0.0  # of attempts that ended, also the steps that were lost
     productive_seconds: float = 0.0  # of attempts that ended, without the steps that were lost
     goodput_ratio: float | None = None
     progress_step: int | None = None  # highest committed step when the last attempt was planned

@@ -306,8 +306,18 @@ def _cluster_only(spec: Mapping[str, JSON]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def settings_text(spec: TrainingSpec, *, node: int, ranks_per_agent: int) -> str:
-    """STEPFAST_SETTINGS: what of the spec the SDK acts on, as JSON. `node` is the index of the agent's node."""
+def settings_text(
+    spec: TrainingSpec,
+    *,
+    node: int,
+    ranks_per_agent: int,
+    planned_time: float = 0.0,
+    interruptions: int = 0,
+    trained_seconds: float = 0.0,
+) -> str:
+    """STEPFAST_SETTINGS: what of the spec and of the job's past the SDK acts on, as JSON. `node` is the index of the
+    agent's node.
+    """
     checkpoint = spec.checkpoint
     return json.dumps(
         {
@@ -317,5 +327,8 @@ def settings_text(spec: TrainingSpec, *, node: int, ranks_per_agent: int) -> str
             "interval": checkpoint.interval.to_document(),
             "node": node,
             "ranksPerAgent": ranks_per_agent,
+            "plannedTime": planned_time,
+            "interruptions": interruptions,
+            "trainedSeconds": trained_seconds,
         }
     )

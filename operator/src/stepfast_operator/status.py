@@ -270,6 +270,7 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
         state=State.STARTING,
         attempt=plan.attempt,
         restarts=status.restarts + is_restart,
+        interruptions=status.interruptions + is_restart,
         restarts_count_towards_max=status.restarts_count_towards_max + plan.counted,
         restarts_without_progress=plan.without_progress,
         start_time=status.start_time if status.start_time is not None else now,
@@ -308,6 +309,7 @@ def _settle(status: Status, following: Attempt) -> Status:
         status,
         recoveries=recoveries,
         steps_lost=status.steps_lost + lost,
+        trained_seconds=status.trained_seconds + ended.trained_seconds,
         productive_seconds=max(0.0, productive),
     )
 

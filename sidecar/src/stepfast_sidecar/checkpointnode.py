@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 API_VERSION, KIND = "stepfast.dev/v1alpha1", "CheckpointNode"
 _COALESCE_SECONDS = 5.0  # between two writes that tell of progress alone
+_PROGRESS_WRITES_A_SECOND = 500  # of all agents of a gang: more would be a burden for the API server
+_LONGEST_COALESCE_SECONDS = 30.0
 _GAP_SECONDS = 0.2  # between any two writes: a job of tiny steps must not write all day
 _RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 _FAREWELL_SECONDS = 5.0
@@ -113,6 +115,15 @@ def _job_news(job: JobStatus) -> tuple[object, ...]:
 
 def _rank_news(rank: RankStatus) -> tuple[object, ...]:
     return rank.rank, rank.joined_time, rank.alive, rank.clean, rank.restored_time, rank.restored_step
+
+
+def progress_seconds(status: NodeStatus) -> float:
+    """Between two writes that tell of progress alone: rarer in large gangs, whose agents share one API server.
+
+    What matters to a decision is told at once in any gang, and hangs are looked for in minutes.
+    """
+    nodes = max((job.world_size // max(1, len(job.ranks)) for job in status.jobs), default=1)
+    return min(_LONGEST_COALESCE_SECONDS, max(_COALESCE_SECONDS, nodes / _PROGRESS_WRITES_A_SECOND))
 
 
 def status_document(
@@ -260,8 +271,9 @@ class CheckpointNodeWriter:
         now = asyncio.get_running_loop().time()
         if self._seen is None:
             return  # `_take` wakes
-        is_news = (self._seen, news_of(self._source.status())) != self._written
-        wait_seconds = self._written_time + (_GAP_SECONDS if is_news else _COALESCE_SECONDS) - now
+        status = self._source.status()
+        is_news = (self._seen, news_of(status)) != self._written
+        wait_seconds = self._written_time + (_GAP_SECONDS if is_news else progress_seconds(status)) - now
         if wait_seconds > 0:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):

@@ -22,6 +22,21 @@ log = logging.getLogger(__name__)
 
 _POLL_SECONDS = (0.05, 2.0)  # the first and the longest pause while other nodes' parts are waited for
 _GRACE_SECONDS = 5.0  # how long agents other than rank 0's leave the manifest to it, while training goes on
+_LONGEST_TURN_SECONDS = 600.0
+_ASKING_NODES_A_SECOND = 1000  # how many agents of a gang may ask for one manifest in a second
+
+
+def turn_seconds(node: int) -> float:
+    """How long the agent of that node leaves the manifest to others: the higher its number, the longer.
+
+    Agents that come into play at the same moment would each list and read what all the others wrote.
+    """
+    return min(_LONGEST_TURN_SECONDS, _GRACE_SECONDS * 2.0 ** (max(1, node).bit_length() - 1))
+
+
+def longest_pause_seconds(nodes: int, *, leads: bool) -> float:
+    """Between two looks at the storage. Nobody waits for those who do not write the manifest."""
+    return _POLL_SECONDS[1] if leads else max(_POLL_SECONDS[1], nodes / _ASKING_NODES_A_SECOND)
 
 
 class Commits:
@@ -56,11 +71,18 @@ class Commits:
         """Until the step's manifest is there, by whomever, or nobody will complete it any more."""
         await run.may_commit.wait()
         begin, failures, pause = time.monotonic(), 0, _POLL_SECONDS[0]
+        has_looked_since_over = False
         while True:
             waited = time.monotonic() - begin
-            may_write = run.leads or run.is_over or waited > _GRACE_SECONDS
+            is_turn = run.leads or waited > turn_seconds(run.node)
+            # The agents of a gang that is over may all end once their parts are there: who wrote the last commits.
+            may_write = is_turn or (run.is_over and not has_looked_since_over)
+            has_looked_since_over = run.is_over
+            is_eager = run.leads or (is_turn and waited > self._patience_seconds)
             try:
-                answer = await self._persister.request("commit", step=step, run=run.flow.run, may_write=may_write)
+                answer = await self._persister.request(
+                    "commit", step=step, run=run.flow.run, may_write=may_write, is_eager=is_eager
+                )
             except (PersisterLost, RequestFailed) as error:
                 if self._persister.is_closed:
                     return
@@ -82,7 +104,7 @@ class Commits:
                 self._give_up(run, step)
                 return
             await asyncio.sleep(pause)
-            pause = min(_POLL_SECONDS[1], pause * 2)
+            pause = min(longest_pause_seconds(run.nodes, leads=run.leads), pause * 2)
 
     async def find(self, run: Run, step: int, tell: Callable[[str], None]) -> float | None:
         """When a step was committed of which this node holds nothing (Unix seconds), or None if it was not; `tell`

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepfast import catalog
-from stepfast.commit import FileUpload, read_manifest, try_commit, write_part
+from stepfast.commit import FileUpload, StepParts, read_manifest, try_commit, write_part
 from stepfast.errors import CheckpointError, ObjectNotFound, StorageError, UploadLost
 from stepfast.histories import SaveRow, append_rows
 from stepfast.layout import (
@@ -35,6 +35,8 @@ from stepfast.storage.base import Store
 from stepfast.storage.download import download
 
 UPLOAD_THREADS = 4
+READ_THREADS = 16  # for part records, of which a large gang has thousands: each takes the storage's latency
+_STEPS_AWAITED = 8  # commits whose parts are remembered
 _COPY_SECONDS = 60.0
 
 
@@ -101,7 +103,9 @@ class JobPersister:
         self._store, self._folder, self._clock = store, folder, clock
         self._spool_folder = spool_folder
         self._uploaders = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stepfast-upload")
+        self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stepfast-read")
         self._streams: dict[tuple[int, str, int, str], FileUpload] = {}
+        self._parts: dict[tuple[int, str], StepParts] = {}  # the latest asked for last
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------ writing
@@ -193,14 +197,25 @@ class JobPersister:
             self._streams[key] = upload
             return upload
 
-    def commit(self, *, step: int, run: str, may_write: bool) -> Manifest | None:
+    def commit(self, *, step: int, run: str, may_write: bool, is_eager: bool = True) -> Manifest | None:
         """The step's manifest, written now if it may be and all parts are there; None while it is not there.
 
-        Raises StorageError, RecordInvalid.
+        `is_eager`: parts are read as they come, so that little is left to read after the last one; otherwise only once
+        all files are there. Raises StorageError, RecordInvalid.
         """
-        if may_write:
-            return try_commit(self._store, self._folder, step, run)
-        return read_manifest(self._store, self._folder, step)
+        if not may_write:
+            return read_manifest(self._store, self._folder, step)
+        with self._lock:  # taken out: one request at a time looks on with it
+            parts = self._parts.pop((step, run), None) or StepParts(self._store, self._folder, step, run)
+        manifest = try_commit(
+            self._store, self._folder, step, run, parts, is_eager=is_eager, executor=self._readers
+        )  # fmt: skip
+        if manifest is None:
+            with self._lock:
+                self._parts[(step, run)] = parts
+                while len(self._parts) > _STEPS_AWAITED:
+                    del self._parts[next(iter(self._parts))]
+        return manifest
 
     def supersede_after(self, *, step: int, run: str) -> list[int]:
         """Rolls back to the step from which `run` goes on; returns the superseded ones. Raises StorageError."""
@@ -251,4 +266,5 @@ class JobPersister:
                 upload.abort()
             self._streams.clear()
         self._uploaders.shutdown(wait=True, cancel_futures=True)
+        self._readers.shutdown(wait=True, cancel_futures=True)
         self._store.close()

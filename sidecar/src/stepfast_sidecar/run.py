@@ -103,6 +103,18 @@ class Run:
         return 0 in self.sessions or any(holding.rank == 0 for holding in self.flow.holdings.values())
 
     @property
+    def node(self) -> int:
+        """The index of this node in the gang."""
+        told = [session.hello.node for session in self.sessions.values()]
+        held = [holding.record.node for holding in self.flow.holdings.values() if holding.record is not None]
+        return min([*told, *held], default=0)
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the gang has, if all have as many ranks as this one."""
+        return -(-self.world_size // max(1, self.flow.local_world_size))
+
+    @property
     def persist_error(self) -> str | None:
         """Why persisting or committing fails at present."""
         if self.persist_failure is None and self.commit_failures:

@@ -10,12 +10,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from math import sqrt
+from statistics import median
 
 from stepfast.errors import GangError
 from stepfast.step import OnBusy
 
 CONSULT_SECONDS = 2.0  # how often ranks consult each other even when no save is due: a request to save waits so long
 DEFAULT_MTBF_SECONDS = 3 * 3600.0  # between interruptions of a large job: Llama 3, 419 in 54 days
+LONGEST_INTERVAL_SECONDS = 3600.0  # of auto
+MIN_MTBF_SECONDS = 60.0  # a gang that fails more often than that makes no progress: that is the budget's to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,24 @@ class Interval:
 
 def young_daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
     """sqrt(2·C·MTBF): the interval that loses least time (J. W. Young 1974, first-order; J. T. Daly 2006)."""
-    return min(3600.0, max(1.0, sqrt(2.0 * stall_seconds * mtbf_seconds)))
+    return min(LONGEST_INTERVAL_SECONDS, max(1.0, sqrt(2.0 * stall_seconds * mtbf_seconds)))
+
+
+def expected_mtbf_seconds(
+    interruptions: int, trained_seconds: float, *, prior_seconds: float = DEFAULT_MTBF_SECONDS
+) -> float:
+    """How long the job may be expected to train between two interruptions, from what was seen of it so far.
+
+    The mean rate of a Poisson process after `interruptions` in `trained_seconds`, when one in `prior_seconds` was
+    expected (the conjugate Gamma prior of shape 1): it begins at the prior, lies between that and what was seen, and
+    needs no interruption to have been seen.
+    """
+    return max(MIN_MTBF_SECONDS, (prior_seconds + max(0.0, trained_seconds)) / (max(0, interruptions) + 1))
+
+
+def typical_stall_seconds(stalls: Sequence[float]) -> float:
+    """What a save costs training: the median, which one slow save (a page fault, a busy disk) does not move."""
+    return median(stalls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +143,9 @@ def decide_save(
             "objects declared replicated are laid out differently on different ranks: names, shapes or dtypes"
         )
     wanted = request.explicit or request.final or is_save_step(request.step, pace, interval)
+    if wanted and not (request.explicit or request.final) and awaits_storage(reports, pace, interval):
+        next_step = request.step + _steps_ahead(pace)
+        return Decision(step=request.step, save=False, time=pace.now, next_step=next_step)
     drop = outrun(reports)
     must_save = request.final or request.must_persist
     if wanted and not must_save and on_busy is OnBusy.SKIP and not all(has_room(r, drop) for r in reports):
@@ -150,6 +173,19 @@ def decide_save(
         next_step=next_consult(request.step, after, interval),
         time=pace.now,
     )
+
+
+def awaits_storage(reports: Sequence[RankReport], pace: Pace, interval: Interval) -> bool:
+    """Whether auto lets a save that is due wait: a step is on its way to the storage, and the next one would queue.
+
+    A step that queues is not persisted any sooner for being staged now, and a flush would have to persist both. A
+    storage that is away is waited for no longer than auto's longest interval.
+    """
+    if interval.steps is not None or interval.seconds is not None:
+        return False
+    if pace.now - pace.last_save_time >= LONGEST_INTERVAL_SECONDS:
+        return False
+    return any(report.unpersisted for report in reports)
 
 
 def outrun(reports: Sequence[RankReport]) -> tuple[int, ...]:
@@ -181,21 +217,25 @@ def is_save_step(step: int, pace: Pace, interval: Interval) -> bool:
     """Whether the interval says to save at this step."""
     if interval.steps is not None:
         return step // interval.steps > pace.last_save_step // interval.steps
-    return pace.now - pace.last_save_time >= _interval_seconds(pace, interval) - pace.step_seconds / 2
+    return pace.now - pace.last_save_time >= interval_seconds(pace, interval) - pace.step_seconds / 2
 
 
 def next_consult(step: int, pace: Pace, interval: Interval) -> int:
     """The next step at which all ranks consult: when a save falls due, or `CONSULT_SECONDS` from now."""
-    seconds_ahead = max(1, int(CONSULT_SECONDS / pace.step_seconds)) if pace.step_seconds > 0 else 1
     if interval.steps is not None:
         save_step = (max(step, pace.last_save_step) // interval.steps + 1) * interval.steps
     else:
-        left = pace.last_save_time + _interval_seconds(pace, interval) - pace.now
+        left = pace.last_save_time + interval_seconds(pace, interval) - pace.now
         save_step = step + max(1, int(left / pace.step_seconds)) if pace.step_seconds > 0 else step + 1
-    return min(save_step, step + seconds_ahead)
+    return min(save_step, step + _steps_ahead(pace))
 
 
-def _interval_seconds(pace: Pace, interval: Interval) -> float:
+def _steps_ahead(pace: Pace) -> int:
+    return max(1, int(CONSULT_SECONDS / pace.step_seconds)) if pace.step_seconds > 0 else 1
+
+
+def interval_seconds(pace: Pace, interval: Interval) -> float:
+    """How long after the last save the next one falls due, unless the interval counts steps."""
     if interval.seconds is not None:
         return interval.seconds
     return young_daly_seconds(pace.stall_seconds, pace.mtbf_seconds)

@@ -6,7 +6,7 @@ The same code serves the agent's persister and an SDK without an agent. What may
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future, wait
 
 from stepfast.checksum import checksum
@@ -15,13 +15,16 @@ from stepfast.layout import (
     FileEntry,
     Manifest,
     Part,
+    PartSeen,
     RecordInvalid,
     check_manifest,
     classify,
     join,
-    manifest_of,
+    manifest_of_seen,
     manifest_path,
+    parse_data_path,
     parse_part,
+    see_part,
     step_folder,
 )
 from stepfast.storage.base import Store, Upload
@@ -100,25 +103,62 @@ def read_manifest(store: Store, folder: str, step: int) -> Manifest | None:
         return None
 
 
-def parts_of(store: Store, folder: str, step: int, run: str) -> Sequence[Part]:
-    """The whole part records of (step, run) that are there."""
-    parts = []
-    for entry in store.list(join(folder, step_folder(step))):
-        kind = classify(entry.name)
-        if kind.kind == "part" and kind.run == run:
-            parts.append(parse_part(store.read(join(folder, f"{step_folder(step)}/{entry.name}"))))
-    return parts
+class StepParts:
+    """The part records of one (step, run) as they come: each is read once, since it never changes.
+
+    What is kept of them is what a manifest needs. Not to be used by two threads at once.
+    """
+
+    def __init__(self, store: Store, folder: str, step: int, run: str) -> None:
+        self._store, self._folder, self._step, self._run = store, folder, step, run
+        self._seen: dict[str, PartSeen] = {}
+
+    def look(self, *, is_eager: bool = True, executor: Executor | None = None) -> Collection[PartSeen]:
+        """Lists the step's folder and reads the parts that are new, with an executor several at once.
+
+        Unless eager, nothing is read while a rank's file is missing: then no part names it, and the step is not whole.
+        Raises StorageError, RecordInvalid.
+        """
+        names = [entry.name for entry in self._store.list(join(self._folder, step_folder(self._step)))]
+        kinds = [(name, classify(name)) for name in names]
+        mine = [(name, kind.kind) for name, kind in kinds if kind.run == self._run]
+        if not is_eager and self._lacks_a_file([name for name, kind in mine if kind == "data"]):
+            return self._seen.values()
+        new = [name for name, kind in mine if kind == "part" and name not in self._seen]
+        found = map(self._read, new) if executor is None else executor.map(self._read, new)
+        self._seen.update(zip(new, found, strict=True))
+        return self._seen.values()
+
+    def _lacks_a_file(self, names: Sequence[str]) -> bool:
+        parsed = [parse_data_path(f"{step_folder(self._step)}/{name}") for name in names]
+        files = [file for file in parsed if file is not None]
+        return bool(files) and len({file.rank for file in files}) < files[0].world_size
+
+    def _read(self, name: str) -> PartSeen:
+        record = self._store.read(join(self._folder, f"{step_folder(self._step)}/{name}"))
+        return see_part(parse_part(record), record)
 
 
-def try_commit(store: Store, folder: str, step: int, run: str) -> Manifest | None:
+def try_commit(
+    store: Store,
+    folder: str,
+    step: int,
+    run: str,
+    parts: StepParts | None = None,
+    *,
+    is_eager: bool = True,
+    executor: Executor | None = None,
+) -> Manifest | None:
     """Writes the manifest if the parts of (step, run) cover all ranks; returns the step's manifest, or None.
 
-    A manifest that is already there wins, whichever run wrote it: a committed step is never replaced.
+    A manifest that is already there wins, whichever run wrote it: a committed step is never replaced. `parts`: what was
+    seen of them before; `is_eager` and `executor`: see `StepParts.look`.
     Raises StorageError, and RecordInvalid for a damaged record.
     """
     if (existing := read_manifest(store, folder, step)) is not None:
         return existing
-    manifest = manifest_of(parts_of(store, folder, step, run))
+    parts = parts or StepParts(store, folder, step, run)
+    manifest = manifest_of_seen(parts.look(is_eager=is_eager, executor=executor))
     if manifest is None:
         return None
     if store.create(join(folder, manifest_path(step)), manifest.to_bytes()):

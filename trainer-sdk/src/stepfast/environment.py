@@ -6,13 +6,14 @@ import json
 import os
 import re
 import sys
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from stepfast.admission import DEFAULT_MTBF_SECONDS, Interval
+from stepfast.admission import Interval
 from stepfast.errors import SpecError
 from stepfast.step import JobKey, OnBusy, restarted_run, run_id
 
@@ -40,7 +41,9 @@ class Environment:
     persist_interval_seconds: float
     max_to_keep: int
     on_busy: OnBusy
-    mtbf_seconds: float
+    mtbf_seconds: float | None  # None: what was seen of this job tells, beside what is usual
+    interruptions: int = 0  # of this job's training, before this process
+    trained_seconds: float = 0.0  # before this process, in all attempts
     is_run_unique: bool = True  # False: the launcher named none, and the ranks have to agree on one
     gang_scope: str = ""  # what the ranks that meet have in common; empty: the run
 
@@ -79,8 +82,19 @@ def read_environment(values: Mapping[str, str] | None = None, *, script: str | N
         persist_interval_seconds=_number(settings, "persistIntervalSeconds", 2.0, float),
         max_to_keep=_number(settings, "maxToKeep", 5, int),
         on_busy=_on_busy(settings.get("onBusy", OnBusy.WAIT)),
-        mtbf_seconds=_number(settings, "mtbfSeconds", DEFAULT_MTBF_SECONDS, float),
+        mtbf_seconds=_number(settings, "mtbfSeconds", 0.0, float) or None,
+        interruptions=_number(settings, "interruptions", 0, int) + restarts,
+        trained_seconds=_trained_seconds(settings, restarts),
     )
+
+
+def _trained_seconds(settings: Mapping[str, object], restarts: int) -> float:
+    """Before this process. What the launcher said is as old as the attempt: torchrun has started its ranks anew since,
+    and the time between is taken for training.
+    """
+    seconds = _number(settings, "trainedSeconds", 0.0, float)
+    planned_time = _number(settings, "plannedTime", 0.0, float)
+    return seconds + (max(0.0, time.time() - planned_time) if restarts and planned_time else 0.0)
 
 
 def absolute_storage_uri(text: str) -> str:

@@ -217,44 +217,69 @@ class Manifest:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSeen:
+    """What a manifest needs of a part: without its files' checksums, of which a large gang has millions."""
+
+    ref: PartRef
+    step: int
+    run: str
+    world_size: int
+    saved_time: float
+    persisted_time: float
+    replicated: str
+
+
+def see_part(part: Part, record: bytes) -> PartSeen:
+    """The part that was read from that record."""
+    return PartSeen(
+        ref=PartRef(
+            path=part.path,
+            record_bytes=len(record),
+            sha256=hashlib.sha256(record).hexdigest(),
+            node=part.node,
+            ranks=part.ranks,
+            size_bytes=part.size_bytes,
+        ),
+        step=part.step,
+        run=part.run,
+        world_size=part.world_size,
+        saved_time=part.saved_time,
+        persisted_time=part.persisted_time,
+        replicated=part.replicated,
+    )
+
+
 def manifest_of(parts: Iterable[Part]) -> Manifest | None:
+    """`manifest_of_seen` for parts that are at hand."""
+    return manifest_of_seen(see_part(part, part.to_bytes()) for part in parts)
+
+
+def manifest_of_seen(parts: Iterable[PartSeen]) -> Manifest | None:
     """The commit rule: the manifest of these parts, or None while they do not cover all ranks.
 
     All parts must be of one (step, run); where two parts claim a rank (a rank that moved between nodes within a
     run), nothing is committed. Raises RecordInvalid when they contradict each other.
     """
-    ordered = sorted(parts, key=lambda part: part.node)
+    ordered = sorted(parts, key=lambda part: part.ref.node)
     if not ordered:
         return None
     first = ordered[0]
     for part in ordered[1:]:
         if (part.step, part.run, part.world_size) != (first.step, first.run, first.world_size):
-            raise RecordInvalid(f"{part.path} and {first.path} are not of one step, run and world size")
+            raise RecordInvalid(f"{part.ref.path} and {first.ref.path} are not of one step, run and world size")
         if part.replicated != first.replicated:
-            raise RecordInvalid(f"{part.path} and {first.path} divide the replicated state differently")
-    ranks = sorted(rank for part in ordered for rank in part.ranks)
+            raise RecordInvalid(f"{part.ref.path} and {first.ref.path} divide the replicated state differently")
+    ranks = sorted(rank for part in ordered for rank in part.ref.ranks)
     if ranks != list(range(first.world_size)):
         return None
-    refs = []
-    for part in ordered:
-        record = part.to_bytes()
-        refs.append(
-            PartRef(
-                path=part.path,
-                record_bytes=len(record),
-                sha256=hashlib.sha256(record).hexdigest(),
-                node=part.node,
-                ranks=part.ranks,
-                size_bytes=part.size_bytes,
-            )
-        )
     return Manifest(
         step=first.step,
         run=first.run,
         world_size=first.world_size,
         saved_time=max(part.saved_time for part in ordered),
         committed_time=max(part.persisted_time for part in ordered),
-        parts=tuple(refs),
+        parts=tuple(part.ref for part in ordered),
     )
 
 

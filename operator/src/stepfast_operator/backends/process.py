@@ -272,7 +272,12 @@ class ProcessBackend:
             "STEPFAST_MEMORY_BUFFER_SIZE": str(self._settings.memory_limit),
             # One agent serves all of this machine's torchruns: to it they are one node.
             "STEPFAST_SETTINGS": settings_text(
-                spec, node=0, ranks_per_agent=spec.trainer.num_nodes * self._ranks_per_node
+                spec,
+                node=0,
+                ranks_per_agent=spec.trainer.num_nodes * self._ranks_per_node,
+                planned_time=launch.planned_time,
+                interruptions=launch.interruptions,
+                trained_seconds=launch.trained_seconds,
             ),
             "STEPFAST_TERMINATION_LOG": str(state.termination(launch.attempt, node).absolute()),
         }

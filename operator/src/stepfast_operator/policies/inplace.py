@@ -67,6 +67,8 @@ def take_in(observed: Observed, status: Status, current: Attempt) -> tuple[Statu
     status = replace(
         status,
         recoveries=(*status.recoveries, recovery)[-MAX_RECOVERIES:],
+        interruptions=status.interruptions + restarts - current.in_place_restarts,
+        trained_seconds=status.trained_seconds + current.trained_seconds,
         productive_seconds=status.productive_seconds + current.trained_seconds,
         checkpoint=replace(
             status.checkpoint, earlier_saves=status.checkpoint.saves, restored_step=None, restored_tier=None

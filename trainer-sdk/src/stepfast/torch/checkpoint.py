@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stepfast.admission import Decision, Interval, Pace, RankReport, Request, decide_save
+from stepfast.admission import Decision, Interval, RankReport, Request, decide_save
 from stepfast.environment import Environment, absolute_storage_uri, read_environment
 from stepfast.errors import (
     AgentError,
@@ -27,6 +27,7 @@ from stepfast.errors import (
     StorageUnavailable,
 )
 from stepfast.layout import job_folder
+from stepfast.pacing import PaceKeeper
 from stepfast.protocol import FinalSaved, Restored, Skipped
 from stepfast.step import MAX_STEP, Tier
 from stepfast.storage import Store, open_store
@@ -40,7 +41,6 @@ from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Sou
 log = logging.getLogger("stepfast")
 
 _FINAL_WAIT_SECONDS = 3600.0
-_INITIAL_STALL_SECONDS = 0.05
 _OUTCOMES_KEPT = 100
 _SCRATCH = -1  # before step 0, which can be saved
 
@@ -84,8 +84,8 @@ class Checkpointer:
     What DDP wraps is known to be equal on all ranks; `replicated` names further objects that are (each rank then
     saves only its share of them); all else is each rank's own. Random generators are part of every save.
 
-    interval: `"auto"` (Young/Daly from the measured stall), `every(steps=)`, `every(seconds=)`; None takes what
-    the launcher said, else auto.
+    interval: `"auto"` (Young/Daly from the measured stall and the failures that were seen), `every(steps=)`,
+    `every(seconds=)`; None takes what the launcher said, else auto.
     total_steps: how many steps training is to make; the job's status then shows how far it is.
     weights_only: False allows objects that only travel pickled to be restored, which runs their code.
     """
@@ -133,12 +133,10 @@ class Checkpointer:
         # What training goes on from: before its first save, committed steps above it are superseded. None: nothing
         # newer can be there. A training that never restores begins a history of its own.
         self._branch_step: int | None = _SCRATCH
-        now = time.monotonic()
-        self._pace = Pace(
-            now=now, step_seconds=0.0, last_save_step=0, last_save_time=now, last_due_time=None,
-            stall_seconds=_INITIAL_STALL_SECONDS, mtbf_seconds=self._environment.mtbf_seconds,
+        self._pace = PaceKeeper(
+            time.monotonic(), mtbf_seconds=self._environment.mtbf_seconds,
+            interruptions=self._environment.interruptions, trained_seconds=self._environment.trained_seconds,
         )  # fmt: skip
-        self._last_step: tuple[int, float] | None = None
         self._announced = False
         atexit.register(self._at_exit)
 
@@ -163,11 +161,7 @@ class Checkpointer:
         metrics: numbers (or tensors of one element, read once a second) to show beside the progress; what is neither
         is left out. Raises StepOutOfOrder.
         """
-        now = time.monotonic()
-        if self._last_step is not None and step > self._last_step[0]:
-            latest = (now - self._last_step[1]) / (step - self._last_step[0])
-            before = self._pace.step_seconds
-            self._pace = replace(self._pace, step_seconds=latest if before == 0 else 0.8 * before + 0.2 * latest)
+        self._pace.reach(step, time.monotonic())
         if self._link is not None:
             self._link.progress(step, metrics or {})
         saved = None
@@ -175,7 +169,7 @@ class Checkpointer:
             saved = self._consult(Request(step=step))
         if not self._announced:
             self._announce()
-        self._last_step = (step, time.monotonic())
+        self._pace.leave(step, time.monotonic())
         return saved
 
     def save(self, step: int) -> Saved:
@@ -195,7 +189,7 @@ class Checkpointer:
         resumed = self._resumer.resume(step)
         restored = resumed.step or 0
         self._branch_step = (_SCRATCH if resumed.step is None else restored) if resumed.is_rollback else None
-        self._pace = replace(self._pace, last_save_step=restored, last_save_time=time.monotonic())
+        self._pace.restore(restored, time.monotonic())
         self._next_step = 0  # what was agreed on before may lie beyond the step after this one
         if self._link is not None:
             seconds = time.perf_counter() - begin
@@ -214,7 +208,7 @@ class Checkpointer:
         if self._closed:
             return
         try:
-            last = self._last_step[0] if self._last_step is not None else None
+            last = self._pace.last_step
             if last is not None and (self._newest is None or last > self._newest):
                 self._consult(Request(step=last, explicit=True, must_persist=True))
             if self._newest is not None:
@@ -271,7 +265,7 @@ class Checkpointer:
         decision = decide_save(
             replace(request, final=final),
             reports,
-            replace(self._pace, now=time.monotonic()),
+            self._pace.pace(time.monotonic()),
             self._interval,
             on_busy=self._environment.on_busy,
             persist_interval_seconds=self._environment.persist_interval_seconds,
@@ -317,7 +311,7 @@ class Checkpointer:
     def _unpersisted(self) -> tuple[int, ...]:
         if self._agent is None or self._link is None:
             return ()
-        return tuple(step for step in self._agent.unpersisted if not self._link.is_committed(step))
+        return tuple(step for step in self._agent.unpersisted if not self._link.is_settled(step))
 
     def _save(self, decision: Decision, began: float) -> Saved:
         plan, header_tail, sources = self._planner.prepare(decision.step)
@@ -327,15 +321,8 @@ class Checkpointer:
         )  # fmt: skip
         self._write(save)
         stall = time.perf_counter() - began
-        now = time.monotonic()
         self._newest = _SAVED_THROUGH[self._run_key] = decision.step
-        self._pace = replace(
-            self._pace,
-            last_save_step=decision.step,
-            last_save_time=now,
-            last_due_time=now if decision.due else self._pace.last_due_time,
-            stall_seconds=stall,
-        )
+        self._pace.save(decision.step, time.monotonic(), stall_seconds=stall, is_due=decision.due)
         return Saved(self, decision.step, saved=True, stall_seconds=stall)
 
     def _write(self, save: Save) -> None:

@@ -175,8 +175,9 @@ class AgentLink:
                 + (f": {self._failure}" if self._failure else "")
             )
 
-    def is_committed(self, step: int) -> bool:
-        return step in self._committed
+    def is_settled(self, step: int) -> bool:
+        """Whether the step was committed or dropped: nobody persists it any more."""
+        return step in self._committed or step in self._dropped
 
     @property
     def waited_steps(self) -> tuple[int, ...]:

@@ -161,7 +161,7 @@ class DirectSaver:
         if opened is None:
             return
         try:
-            manifest = try_commit(self._store, self._folder, opened.step, self._environment.run)
+            manifest = try_commit(self._store, self._folder, opened.step, self._environment.run, is_eager=False)
         except (StorageError, CheckpointError) as error:
             log.warning("stepfast: step %s is not committed yet: %s", opened.step, error)
             return
