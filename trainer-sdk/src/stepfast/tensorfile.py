@@ -8,15 +8,18 @@ Source: the format's specification, github.com/huggingface/safetensors (`README.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from stepfast.errors import CheckpointError
 
 PAGE = 4096
 CACHE_LINE = 64
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+_INTEGERS = frozenset({int})
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -99,14 +102,32 @@ class HeaderPlan:
         return entries.ljust(room, b" ") if len(entries) <= room else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """A parsed header: where the data begins, each tensor's place by name, and the metadata."""
+    """A parsed header: where the data begins, where each tensor lies, and the metadata.
 
-    data_begin: int
-    size_bytes: int
-    places: Mapping[str, TensorPlace]
-    metadata: Mapping[str, str]
+    Of many thousand tensors a restore wants the byte ranges alone; all else is made when it is asked for.
+    """
+
+    def __init__(self, entries: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, str], data_begin: int) -> None:
+        """Raises HeaderInvalid when the entries are none, or do not follow each other without overlap or hole."""
+        self.metadata = metadata
+        self._entries = entries
+        self.ranges: Mapping[str, tuple[int, int]] = {
+            name: _range(name, entry, data_begin) for name, entry in entries.items()
+        }
+        self.size_bytes = _covered(self.ranges, data_begin)
+
+    @property
+    def places(self) -> Mapping[str, TensorPlace]:
+        """Each tensor by name, with its dtype and shape."""
+        return {
+            name: TensorPlace(
+                spec=TensorSpec(name=name, dtype=entry["dtype"], shape=tuple(entry["shape"])),
+                begin=self.ranges[name][0],
+                end=self.ranges[name][1],
+            )
+            for name, entry in self._entries.items()
+        }
 
 
 def header_bytes(first_eight: bytes) -> int:
@@ -125,36 +146,37 @@ def parse_header(data: bytes | memoryview) -> Header:
     if len(data) < end:
         raise HeaderInvalid("the file ends within its header")
     try:
-        document = json.loads(bytes(data[8:end]))
-        metadata = document.pop("__metadata__", {})
-        places = {name: _place(name, entry, end) for name, entry in document.items()}
+        entries = json.loads(bytes(data[8:end]))
+        metadata = entries.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise HeaderInvalid("the header's metadata is not text by name")
+        return Header(entries, metadata, end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HeaderInvalid(f"the header does not parse: {error}") from error
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise HeaderInvalid("the header's metadata is not text by name")
-    size = _covered(places.values(), end)
-    return Header(data_begin=end, size_bytes=size, places=places, metadata=metadata)
 
 
-def _place(name: str, entry: Mapping[str, object], data_begin: int) -> TensorPlace:
+def _range(name: str, entry: Mapping[str, Any], data_begin: int) -> tuple[int, int]:
+    """The entry's bytes, counted from the start of the file."""
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
         raise HeaderInvalid(f"tensor {name!r} has the unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+    if not isinstance(shape, list) or not _INTEGERS.issuperset(map(type, shape)) or min(shape, default=0) < 0:
         raise HeaderInvalid(f"tensor {name!r} has the shape {shape!r}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _INTEGERS.issuperset(map(type, offsets)):
         raise HeaderInvalid(f"tensor {name!r} has the offsets {offsets!r}")
-    spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
-    if offsets[0] < 0 or offsets[1] - offsets[0] != spec.size_bytes:
-        raise HeaderInvalid(f"tensor {name!r} has offsets {offsets} for {spec.size_bytes} bytes")
-    return TensorPlace(spec=spec, begin=data_begin + offsets[0], end=data_begin + offsets[1])
+    begin, end = offsets
+    if begin < 0 or end - begin != prod(shape) * bits // 8:
+        raise HeaderInvalid(f"tensor {name!r} has offsets {offsets}, which are not those of {dtype} in shape {shape}")
+    return data_begin + begin, data_begin + end
 
 
-def _covered(places: Iterable[TensorPlace], data_begin: int) -> int:
-    """The file's size; the places must follow each other without overlap or hole."""
+def _covered(ranges: Mapping[str, tuple[int, int]], data_begin: int) -> int:
+    """The file's size; the ranges must follow each other without overlap or hole."""
     reached = data_begin
-    for place in sorted(places, key=lambda place: (place.begin, place.end)):
-        if place.begin != reached:
-            raise HeaderInvalid(f"tensor {place.spec.name!r} does not begin where the one before it ends")
-        reached = place.end
+    for begin, end in sorted(ranges.values()):
+        if begin != reached:
+            name = next(name for name, found in ranges.items() if found == (begin, end))
+            raise HeaderInvalid(f"tensor {name!r} does not begin where the one before it ends")
+        reached = end
     return reached

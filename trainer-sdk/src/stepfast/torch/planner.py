@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from stepfast.environment import Environment
+from stepfast.torch.garbage import garbage_kept
 from stepfast.torch.objects import RNG, ObjectSet
 from stepfast.torch.plan import SavePlan
 from stepfast.torch.rng import get_rng_state
 from stepfast.torch.state import Collected, Found, collect, encode_value, has_pickles
 
 log = logging.getLogger("stepfast")
-
-
-@contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """A look at every tensor makes thousands of short-lived objects, which Python would take for a reason to search all
-    that there are for garbage: 0.2 s, of which none is found.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Planner:
@@ -46,7 +30,7 @@ class Planner:
 
         Raises StateUnsupported.
         """
-        with _garbage_kept():
+        with garbage_kept():
             root = self._objects.state()
             root[RNG] = get_rng_state()
             plan = self.plan

@@ -1,6 +1,8 @@
-"""Reads a committed step back: checked whole before anything of the caller's is touched, then delivered (I5).
+"""Reads a committed step back, from the node's memory where it is held, else from the storage; every byte checked (I5).
 
-From the node's memory where it is held, else from the storage.
+What is in the storage alone is checked whole before anything of the caller's is touched: when it is damaged, there is
+nothing to put in the place of what was half delivered. What is held in memory is in the storage too, so it is checked
+where it is delivered, once, and delivered anew from there should it be wrong.
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from stepfast.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, ObjectNotFound
 from stepfast.layout import FileEntry, Manifest, Part, RecordInvalid, check_manifest, check_part, manifest_path
 from stepfast.step import Tier
-from stepfast.tensorfile import TensorPlace
 from stepfast.torch import sharing, targets
 from stepfast.torch.dtypes import NATIVE, as_movable, parse_dtype
 from stepfast.torch.plan import STATE_VERSION, Rows, divide, piece_name, row_dimension
@@ -29,7 +30,6 @@ from stepfast.torch.targets import OwnState
 from stepfast.torch.verifiedfile import Extent, FileMismatch, VerifiedFile
 
 _MOST_THREADS = 4  # more do not read a memory faster
-T = TypeVar("T")
 
 
 def reading_threads(local_world_size: int) -> int:
@@ -37,13 +37,13 @@ def reading_threads(local_world_size: int) -> int:
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, local_world_size)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """Some of a base's bytes: all of them, or (`rows`) those that one rank saved of a divided one."""
+class _Piece(NamedTuple):  # one a tensor: a dataclass is made ten times as slowly
+    """Some of a base's bytes, `[begin, end)` of a rank's file: all, or (`rows`) a rank's share of a divided one."""
 
     base: int
     rank: int
-    place: TensorPlace
+    begin: int
+    end: int
     rows: Rows | None
 
 
@@ -55,6 +55,7 @@ class _Contents:
     values: Sequence[Any]
     found: Sharing
     pieces: Sequence[_Piece]
+    may_hold_pickles: bool
 
 
 class StepReader:
@@ -85,47 +86,57 @@ class StepReader:
         return Tier.MEMORY if is_memory else Tier.PERSISTENT
 
     def document(self, rank: int) -> Mapping[str, Any]:
-        """What the rank's file says of its state."""
-        return self._from_any_tier(lambda: self._open(rank)).document
+        """What the rank's file says of its state; after `check`."""
+        return self._open(rank).document
 
     def check(self, rank: int, *, weights_only: bool) -> None:
-        """Reads every byte that `read` will need, and delivers none. Raises CheckpointUnsafe, too."""
-        self._from_any_tier(lambda: self._check(rank, weights_only=weights_only))
+        """Opens all that `read` will need, and reads every byte of what only the storage has; delivers none.
+
+        Raises CheckpointUnsafe, too.
+        """
+        try:
+            self._check(rank, weights_only=weights_only)
+        except _MemoryMismatch:
+            self._leave_memory()
+            self._check(rank, weights_only=weights_only)
 
     def read(self, rank: int, own: Mapping[str, OwnState], *, weights_only: bool) -> dict[str, Any]:
         """The state that this rank saved, with the replicated tensors gathered from all files.
 
         Tensors of `own`, the caller's states by object, take their bytes directly where they can: last, so that all
-        else that can go wrong has done so by then. Only damage that came after `check` leaves them undefined.
+        else that can go wrong has done so by then. Only damage that `check` could not see leaves them undefined.
         """
-        return self._from_any_tier(lambda: self._read(rank, own, weights_only=weights_only))
-
-    def _from_any_tier(self, read: Callable[[], T]) -> T:
         try:
-            return read()
+            return self._read(rank, own, weights_only=weights_only)
         except _MemoryMismatch:
-            # The slot was used again while it was read, or its owner wrote into it: the storage decides.
-            self._is_refreshed = True
-            self._contents.clear()
-            for source, file in list(self._files.items()):
-                if file.tier is Tier.MEMORY:
-                    self._files.pop(source).close()
-            return read()
+            self._leave_memory()
+            self._check(rank, weights_only=weights_only)
+            return self._read(rank, own, weights_only=weights_only)
+
+    def _leave_memory(self) -> None:
+        """The slot was used again while it was read, or its owner wrote into it: the storage decides."""
+        self._is_refreshed = True
+        self._contents.clear()
+        for source, file in list(self._files.items()):
+            if file.tier is Tier.MEMORY:
+                self._files.pop(source).close()
 
     # ------------------------------------------------------------ what there is
 
     def _open(self, rank: int) -> _Contents:
         if rank not in self._contents:
             own = self._file(rank)
-            document = json.loads(own.header.metadata["stepfast"])
+            about, values = own.header.metadata["stepfast"], own.header.metadata["values"]
+            document = json.loads(about)
             if document["version"] != STATE_VERSION:
                 raise CheckpointMismatch(f"step {self.step} has the state version {document['version']}")
             found = sharing.from_document(document)
             self._contents[rank] = _Contents(
                 document=document,
-                values=json.loads(own.header.metadata["values"]),
+                values=json.loads(values),
                 found=found,
                 pieces=self._pieces(rank, document, found),
+                may_hold_pickles='["p",' in about or '["pickle",' in about + values,
             )
         return self._contents[rank]
 
@@ -135,30 +146,31 @@ class StepReader:
         pieces = []
         for index, base in enumerate(found.bases):
             if index not in division:
-                pieces.append(_Piece(base=index, rank=rank, place=self._place(rank, base.name), rows=None))
+                pieces.append(_Piece(index, rank, *self._range(rank, base.name), None))
                 continue
             for rows in division[index]:
                 name = piece_name(base, rows)
-                place = self._place(rows.rank, name)
-                pieces.append(_Piece(base=index, rank=rows.rank, place=place, rows=None if name == base.name else rows))
+                found_range = self._range(rows.rank, name)
+                pieces.append(_Piece(index, rows.rank, *found_range, None if name == base.name else rows))
         return pieces
 
-    def _place(self, rank: int, name: str) -> TensorPlace:
-        place = self._file(rank).header.places.get(name)
-        if place is None:
+    def _range(self, rank: int, name: str) -> tuple[int, int]:
+        found = self._file(rank).header.ranges.get(name)
+        if found is None:
             raise self._damaged(rank, f"tensor {name!r} is not in the file")
-        return place
+        return found
 
     def _check(self, rank: int, *, weights_only: bool) -> None:
         contents = self._open(rank)
-        if weights_only:
+        if weights_only and contents.may_hold_pickles:
             nothing = [torch.empty(0, dtype=torch.uint8)] * len(contents.found.places)
             rebuild(contents.document["structure"], nothing, contents.values, weights_only=True)
         for source, pieces in _by_rank(contents.pieces).items():
-            self._check_pieces(source, pieces)
+            if self._files[source].tier is not Tier.MEMORY:
+                self._check_pieces(source, pieces)
 
     def _check_pieces(self, rank: int, pieces: Sequence[_Piece]) -> None:
-        ranges = [(piece.place.begin, piece.place.end) for piece in pieces]
+        ranges = [(piece.begin, piece.end) for piece in pieces]
         self._guard(rank, lambda: self._files[rank].check(ranges, self._threads))
 
     # ------------------------------------------------------------ what it holds
@@ -184,18 +196,17 @@ class StepReader:
         """Reads the pieces that one file holds: to their places, or beside them where a place has gaps."""
         extents, beside = [], []
         for piece in pieces:
-            size = piece.place.end - piece.place.begin
+            size = piece.end - piece.begin
             if not size:
                 continue
             target = bases[piece.base]
             if piece.rows is not None:
                 target = target.narrow(row_dimension(target.shape), piece.rows.begin, piece.rows.end - piece.rows.begin)
             if not target.is_contiguous():
-                saved = found.bases[piece.base]
-                read = _as_saved(saved, piece.place)
-                beside.append((target, saved, read))
+                read = torch.empty(size, dtype=torch.uint8)
+                beside.append((target, found.bases[piece.base], read))
                 target = read
-            extents.append(Extent(begin=piece.place.begin, target=_memory(target, size)))
+            extents.append(Extent(piece.begin, _memory(target, size)))
         self._guard(rank, lambda: self._files[rank].read(extents, self._threads))
         for target, base, read in beside:
             _fill(target, base, read)
@@ -264,16 +275,9 @@ def _memory(tensor: torch.Tensor, size_bytes: int) -> memoryview:
     return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _as_saved(base: Base, place: TensorPlace) -> torch.Tensor:
-    """Memory for a piece as it lies in the file."""
+def _fill(target: torch.Tensor, base: Base, read: torch.Tensor) -> None:
+    """Gives a tensor with gaps the row-major bytes that the file has of it."""
     dtype = parse_dtype(base.dtype)
-    return torch.empty(place.spec.shape, dtype=dtype if dtype in NATIVE else torch.uint8)
-
-
-def _fill(target: torch.Tensor, base: Base, piece: torch.Tensor) -> None:
+    movable = target if dtype in NATIVE else as_movable(target)
     with torch.no_grad():
-        if parse_dtype(base.dtype) in NATIVE:
-            target.copy_(piece)
-        else:
-            movable = as_movable(target)
-            movable.copy_(piece.view(movable.dtype).reshape(target.shape))
+        movable.copy_(read.view(movable.dtype).view(target.shape))

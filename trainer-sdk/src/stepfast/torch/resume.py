@@ -1,14 +1,16 @@
-"""Which step a gang restores, and that all of its ranks can: agreed on before any object is touched (I5)."""
+"""Which step a gang restores, and that all of its ranks can: agreed on before any object takes it in (I5)."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
 from stepfast.environment import Environment
 from stepfast.errors import CheckpointDamaged, CheckpointMismatch, GangError
 from stepfast.torch.gang import Gang
+from stepfast.torch.garbage import garbage_kept
 from stepfast.torch.objects import RNG, ObjectSet
 from stepfast.torch.reader import StepReader, reading_threads
 from stepfast.torch.rng import set_rng_state
@@ -57,16 +59,19 @@ class Resumer:
         """
         self._calls += 1
         wanted = first = self._agree_on(step)
+        half_restored = ""
         while wanted is not None:
-            damage, reader = self._examine(wanted)
-            if reader is not None:
-                with closing(reader):
-                    self._deliver(reader)
-                is_rollback = step is not None or wanted != first
-                return Resumed(step=wanted, tier=str(reader.tier), is_rollback=is_rollback)
+            with garbage_kept():
+                damage, reader = self._examine(wanted)
+                if reader is not None:
+                    with closing(reader):
+                        damage = half_restored = self._deliver(reader)
+                    if not damage:
+                        is_rollback = step is not None or wanted != first
+                        return Resumed(step=wanted, tier=str(reader.tier), is_rollback=is_rollback)
             log.error("stepfast: step %s is damaged: %s", wanted, damage)
             older = self._older(wanted)
-            if step is not None:
+            if step is not None or (older is None and half_restored):
                 path, _, reason = damage.partition(": ")
                 raise CheckpointDamaged(path, wanted, reason, older)
             wanted = older
@@ -87,29 +92,39 @@ class Resumer:
         return None if texts[0] == _NOTHING else int(texts[0])
 
     def _examine(self, step: int) -> tuple[str, StepReader | None]:
-        """Checks all that this rank would read, and touches nothing: the damage that any rank found, else a reader."""
-        topic = f"verdict/{self._calls}/{step}"
-        verdict, reader = "", None
-        try:
+        """Checks what this rank would read, and touches nothing: the damage that any rank found, else a reader."""
+        readers: list[StepReader] = []
+
+        def examine() -> None:
             threads = reading_threads(self._environment.local_world_size)
-            reader = StepReader(self._source, step, name=self._name, threads=threads)
-            self._check(reader)
+            readers.append(StepReader(self._source, step, name=self._name, threads=threads))
+            self._check(readers[0])
+
+        is_fine = False
+        try:
+            damage = self._together(f"verdict/{self._calls}/{step}", step, examine)
+            is_fine = not damage
+        finally:
+            if readers and not is_fine:
+                readers[0].close()
+        return damage, readers[0] if is_fine else None
+
+    def _together(self, topic: str, step: int, work: Callable[[], None]) -> str:
+        """Does this rank's share of the work; the damage that any rank found, or nothing."""
+        verdict = ""
+        try:
+            work()
         except CheckpointDamaged as error:
             verdict = f"{error.path}: {error.reason}"
         except Exception as error:
             # The others wait for this rank's verdict: they must not wait for ever.
             self._gang.exchange(topic, f"{_GAVE_UP}{type(error).__name__}: {error}")
-            _close(reader)
             raise
         verdicts = self._gang.exchange(topic, verdict)
-        found = next((text for text in verdicts if text), "")
-        if not found:
-            return "", reader
-        _close(reader)
         for rank, text in enumerate(verdicts):
             if text.startswith(_GAVE_UP):
                 raise GangError(f"rank {rank} cannot restore step {step}: {text.removeprefix(_GAVE_UP)}")
-        return found, None
+        return next((text for text in verdicts if text), "")
 
     def _check(self, reader: StepReader) -> None:
         source_rank = self._source_rank(reader)
@@ -127,15 +142,27 @@ class Resumer:
                 )
         reader.check(source_rank, weights_only=self._weights_only)
 
-    def _deliver(self, reader: StepReader) -> None:
-        source_rank = self._source_rank(reader)
-        names = [name for name, _ in reader.document(source_rank)["structure"][1]]
-        self._objects.expect(names, step=reader.step)
-        root = reader.read(source_rank, self._objects.own_states(), weights_only=self._weights_only)
+    def _deliver(self, reader: StepReader) -> str:
+        """Restores the objects, on all ranks or none: the damage that any rank found, or nothing.
+
+        No rank goes on before all have read: a slot that one reads another rank's next save may want.
+        """
+        source_rank, root = self._source_rank(reader), {}
+
+        def read() -> None:
+            names = [name for name, _ in reader.document(source_rank)["structure"][1]]
+            self._objects.expect(names, step=reader.step)
+            own = self._objects.own_states()
+            root.update(reader.read(source_rank, own, weights_only=self._weights_only))
+
+        damage = self._together(f"delivered/{self._calls}/{reader.step}", reader.step, read)
+        if damage:
+            return damage
         rng = root.pop(RNG, None)
         self._objects.load(root, step=reader.step)
         if rng is not None and source_rank == self._environment.rank:
             set_rng_state(rng)
+        return ""
 
     def _source_rank(self, reader: StepReader) -> int:
         """The rank whose file is this one's: its own, where the gang that saved had one of that number."""
@@ -145,8 +172,3 @@ class Resumer:
         mine = max((s for s in self._source.steps() if s < step), default=None) if self._gang.rank == 0 else None
         text = self._gang.exchange(f"older/{self._calls}/{step}", _NOTHING if mine is None else str(mine))[0]
         return None if text == _NOTHING else int(text)
-
-
-def _close(reader: StepReader | None) -> None:
-    if reader is not None:
-        reader.close()

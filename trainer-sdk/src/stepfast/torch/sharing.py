@@ -53,6 +53,9 @@ class Flags:
     is_parameter: bool = False
 
 
+_PLAIN = Flags()
+
+
 @dataclass(slots=True)
 class Sharing:
     """`bases` are saved; `places[i]` says what collected tensor i is: a base (by index) or a view of one."""
@@ -245,7 +248,7 @@ def from_document(document: Any) -> Sharing:
             for place in document["places"]
         ],
         flags=[
-            Flags(device=flag[0], requires_grad=bool(flag[1]), is_parameter=bool(flag[2])) if flag else Flags()
+            Flags(device=flag[0], requires_grad=bool(flag[1]), is_parameter=bool(flag[2])) if flag else _PLAIN
             for flag in document["flags"]
         ],
         spans={},
