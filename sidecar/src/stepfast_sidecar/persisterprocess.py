@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -65,6 +66,11 @@ class PersisterProcess:
     @property
     def is_closed(self) -> bool:
         return self._closed
+
+    async def prepare(self) -> None:
+        """Starts the process ahead of its first request, which will say why should it not start."""
+        with contextlib.suppress(OSError, ValueError, PersisterLost):
+            await self._start()
 
     async def request(self, command: str, **values: Any) -> Mapping[str, Any]:
         """Sends a command, returns its answer's values. Raises PersisterLost, RequestFailed."""

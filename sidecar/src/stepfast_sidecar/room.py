@@ -100,6 +100,7 @@ class Room:
         """The run that a rank says hello from, new or known."""
         run = self.runs.get(hello.run)
         if run is None:
+            self._tasks.start(self.persister.prepare(), "persister")  # what the ranks ask first is what is committed
             self._forget_old_runs()
             run = self.runs[hello.run] = Run(
                 flow=RunFlow(hello.run, hello.local_world_size), world_size=hello.world_size
