@@ -37,6 +37,15 @@ _MESSAGE_CHARACTERS = 2000
 _LAST_WORDS_SECONDS = 0.5
 
 
+def load() -> None:
+    """Imports all that a launch needs: seconds, which a launcher that waits can have behind it."""
+    import torch.distributed.elastic.agent.server.local_elastic_agent
+    import torch.distributed.elastic.rendezvous.dynamic_rendezvous
+    import torch.distributed.elastic.rendezvous.registry
+    import torch.distributed.launcher.api
+    import torch.distributed.run  # noqa: F401  # torch's modules, all for what they leave behind
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the gang's share of this node to its end; returns the exit status."""
     from torch.distributed import run as torchrun

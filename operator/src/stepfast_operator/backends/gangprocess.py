@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from stepfast import standby
 from stepfast.errors import SpecError
 from stepfast_operator.backends import tether
 from stepfast_operator.spec import Trainer
@@ -24,12 +26,25 @@ _NOT_INHERITED_NAMES = frozenset(
 )
 
 
+_LAUNCHER = ("-m", "stepfast.launcher")
+
+
+def standby_command() -> list[str]:
+    """A launcher that waits to be told what to launch."""
+    return [sys.executable, "-m", "stepfast.standby"]
+
+
+def launcher_arguments(command: Sequence[str]) -> list[str] | None:
+    """What our launcher is given in such a command; None when it runs something else."""
+    return list(command[3:]) if tuple(command[1:3]) == _LAUNCHER else None
+
+
 def command_of(trainer: Trainer) -> list[str]:
     """What a node runs: the trainer's command, with torchrun replaced by our launcher, which reads the same
     options.
     """
     command = [*trainer.command, *trainer.args]
-    launcher = [sys.executable, "-m", "stepfast.launcher"]
+    launcher = [sys.executable, *_LAUNCHER]
     if command[0].rpartition("/")[2] == "torchrun":
         return [*launcher, *command[1:]]
     if command[0] in ("python", "python3"):
@@ -121,13 +136,14 @@ class GangProcess:
     it.
     """
 
-    def __init__(self, start: Start, on_line: Callable[[str], None]) -> None:
+    def __init__(self, start: Start, on_line: Callable[[str], None], *, takes_order: bool = False) -> None:
+        """`takes_order`: the command is `standby_command()`."""
         self.node = start.node
         self._on_line = on_line
         self._rest = b""
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *start.command],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if takes_order else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=dict(start.env),
@@ -138,6 +154,18 @@ class GangProcess:
         self.output = self.process.stdout.fileno()
         os.set_blocking(self.output, False)
         self.pidfd = os.pidfd_open(self.process.pid)
+
+    def give_order(self, arguments: list[str], start: Start) -> bool:
+        """Makes a launcher that waits one with these arguments; False when it is gone."""
+        stdin = self.process.stdin
+        if stdin is None:
+            return False
+        try:
+            with stdin:
+                stdin.write(standby.order(arguments, dict(start.env), start.folder))
+        except OSError:
+            return False
+        return True
 
     def read_output(self) -> bool:
         """Hands on the whole lines that are there; False at the end of the output."""
@@ -164,6 +192,9 @@ class GangProcess:
         return self.process.poll()
 
     def close(self) -> None:
+        if self.process.stdin is not None:
+            with suppress(OSError):
+                self.process.stdin.close()
         if self.process.stdout is not None and not self.process.stdout.closed:
             self.process.stdout.close()
             os.close(self.pidfd)

@@ -11,12 +11,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from stepfast.errors import StepfastError
 from stepfast.nodestatus import JobStatus
+from stepfast.step import run_id
 from stepfast.storage.base import Store
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.backends import processes
@@ -34,6 +35,7 @@ from stepfast_operator.backends.gangprocess import (
 )
 from stepfast_operator.backends.jobstorage import JobStorage
 from stepfast_operator.backends.localagent import LocalAgent
+from stepfast_operator.backends.standby import Standby
 from stepfast_operator.backends.statefolder import Launch, StateFolder
 from stepfast_operator.document import JSON
 from stepfast_operator.names import is_run_of
@@ -91,6 +93,7 @@ class ProcessBackend:
         self.intent = Intent.RUN  # changed by `ask`
         self._ranks_per_node = local_processes(job.spec.trainer.num_proc_per_node)
         self._gang: dict[int, GangProcess] = {}
+        self._standby = Standby(settings.on_line)
         self._gang_run: str | None = None
         self._poll: asyncio.TimerHandle | None = None
         self._storage = JobStorage(job.job, settings.storage_uri, settings.open_store)
@@ -108,6 +111,7 @@ class ProcessBackend:
         now = self._settings.clock()
         reports = self._reports()
         gang = self._observe_gang(status.current, now)
+        self._prepare_next(status.open_attempt, reports)
         dead = [
             DeadRank(
                 rank=rank.rank,
@@ -146,7 +150,7 @@ class ProcessBackend:
     async def launch(self, launch: LaunchGang) -> None:
         if self._gang_run == launch.run:
             return
-        await self._kill(self._is_ours)
+        await self._kill(self._is_ours, spared=self._standby.pids)
         self._forget_gang()
         trainer = self._job.spec.trainer
         state, nodes = self._state, trainer.num_nodes
@@ -158,16 +162,34 @@ class ProcessBackend:
         loop = asyncio.get_running_loop()
         for node in range(nodes):
             state.termination(launch.attempt, node).unlink(missing_ok=True)
-            start = Start(
-                node=node,
-                command=command_of(trainer),
-                env=self._environment(launch, node, port),
-                folder=trainer.working_dir or os.getcwd(),
-            )
-            process = self._gang[node] = GangProcess(start, self._settings.on_line)
+            start = self._start(launch, node, port)
+            process = self._gang[node] = self._standby.take(start) or GangProcess(start, self._settings.on_line)
             loop.add_reader(process.output, self._read_output, process)
             loop.add_reader(process.pidfd, self._note_exit, process)
+        self._standby.end()
         self._look_for_terminations(launch.attempt)
+
+    def _start(self, launch: LaunchGang, node: int, port: int) -> Start:
+        trainer = self._job.spec.trainer
+        return Start(
+            node=node,
+            command=command_of(trainer),
+            env=self._environment(launch, node, port),
+            folder=trainer.working_dir or os.getcwd(),
+        )
+
+    def _prepare_next(self, current: Attempt | None, reports: Sequence[JobStatus]) -> None:
+        """Starts the launchers of the attempt after this one, once this one's ranks all train: not beside their own
+        start, which would wait for them.
+        """
+        ranks = [rank for report in reports if current and report.run == current.run for rank in report.ranks]
+        nodes = self._job.spec.trainer.num_nodes
+        is_training = len(ranks) >= nodes * self._ranks_per_node and all(rank.step_time for rank in ranks)
+        if current is None or self._gang_run != current.run or not is_training:
+            return
+        attempt = current.attempt + 1
+        launch = LaunchGang(attempt=attempt, run=run_id(self._uid, attempt), resume_step=0)
+        self._standby.prepare([self._start(launch, node, port=0) for node in range(nodes)])
 
     async def stop(self, runs: Sequence[str], mode: StopMode) -> None:
         wanted = frozenset(runs)
@@ -203,6 +225,7 @@ class ProcessBackend:
         """
         with suppress(GangUnkillable):
             await self._kill(self._is_ours)
+        self._standby.end()
         self._forget_gang()
         is_all_persisted = await self._agent.end() if self._agent is not None else True
         await self._storage.close()
@@ -227,7 +250,8 @@ class ProcessBackend:
         attempt = status.open_attempt
         if attempt is not None and self._gang_run == attempt.run:
             return frozenset({attempt.run})
-        return frozenset(processes.marked(RUN, self._is_ours).values())
+        waiting = self._standby.pids
+        return frozenset(run for pid, run in processes.marked(RUN, self._is_ours).items() if pid not in waiting)
 
     def _observe_gang(self, current: Attempt | None, now: float) -> Gang | None:
         launch = self._state.read_launch(current.attempt, current.run) if current is not None else None
@@ -292,12 +316,12 @@ class ProcessBackend:
         )
         return environment(os.environ, torchrun, variables_of(spec.trainer), ours)
 
-    async def _kill(self, matches: Callable[[str], bool]) -> None:
+    async def _kill(self, matches: Callable[[str], bool], spared: Collection[int] = ()) -> None:
         is_dead = await call_in_thread(
-            lambda: processes.kill_marked(RUN, matches, _KILL_SECONDS), name="stepfast-kill"
+            lambda: processes.kill_marked(RUN, matches, _KILL_SECONDS, spared), name="stepfast-kill"
         )  # fmt: skip
         if not is_dead:
-            left = processes.marked(RUN, matches)
+            left = processes.marked(RUN, matches).keys() - set(spared)
             raise GangUnkillable(
                 f"processes {sorted(left)} of {self._job.job} do not end when killed: no gang is started"
             )

@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 _EXEC_SECONDS = 2.0  # an exec may wait for a busy machine, or for the disk that the program is on
@@ -75,14 +75,18 @@ def _has_none(pid: int) -> bool:
     return begin_of_code != 0 and begin == end
 
 
-def signal_marked(name: str, matches: Callable[[str], bool], number: signal.Signals) -> list[int]:
-    """Sends the signal to every such process; returns pidfds, which the caller closes.
+def signal_marked(
+    name: str, matches: Callable[[str], bool], number: signal.Signals, spared: Collection[int] = ()
+) -> list[int]:
+    """Sends the signal to every such process but those spared; returns pidfds, which the caller closes.
 
     Between finding and signalling a pid may come to mean another process: the environment is read again
     through the descriptor's lifetime, so that only what still is one of ours is hit.
     """
     descriptors = []
     for pid in marked(name, matches):
+        if pid in spared:
+            continue
         try:
             descriptor = os.pidfd_open(pid)
         except OSError:
@@ -97,15 +101,17 @@ def signal_marked(name: str, matches: Callable[[str], bool], number: signal.Sign
     return descriptors
 
 
-def kill_marked(name: str, matches: Callable[[str], bool], timeout_seconds: float) -> bool:
-    """Kills every such process, and what they start meanwhile, until none is left; False when some outlive
-    that.
+def kill_marked(
+    name: str, matches: Callable[[str], bool], timeout_seconds: float, spared: Collection[int] = ()
+) -> bool:
+    """Kills every such process but those spared, and what they start meanwhile, until none is left; False when some
+    outlive that.
 
     Blocks. A process that hangs in the kernel may outlive the time-out.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
-        descriptors = signal_marked(name, matches, signal.SIGKILL)
+        descriptors = signal_marked(name, matches, signal.SIGKILL, spared)
         try:
             if not descriptors:
                 return True
@@ -114,7 +120,7 @@ def kill_marked(name: str, matches: Callable[[str], bool], timeout_seconds: floa
             for descriptor in descriptors:
                 os.close(descriptor)
         if time.monotonic() >= deadline:
-            return not marked(name, matches)
+            return marked(name, matches).keys() <= set(spared)
 
 
 def wait_ended(descriptors: list[int], timeout_seconds: float) -> bool:
