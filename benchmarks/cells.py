@@ -303,7 +303,7 @@ def main() -> None:
     what = ("save", "back-to-back", "memory", "restore", "kill", "kill-both", "corrupt")
     parser.add_argument("what", choices=what)
     parser.add_argument("--peer", choices=PEERS, default="stepfast")
-    parser.add_argument("--layout", default="gpt:1", help="gpt:<GiB> or small:<number of tensors>")
+    parser.add_argument("--layout", default="gpt:1", help="gpt:<GiB>, odd:<GiB> or small:<number of tensors>")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--time-limit", type=float, default=300.0, metavar="SECONDS")

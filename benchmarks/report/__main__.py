@@ -24,6 +24,7 @@ def write_report(results: Path, out: Path) -> None:
     plan = expected(is_quick=found.is_quick)
     charts = charts_of(found, plan)
     folder = out.with_suffix("")
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_plots(charts, folder)
     notes = out.with_suffix(".notes.md")
     text = notes.read_text(encoding="utf-8") if notes.exists() else ""

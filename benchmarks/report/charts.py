@@ -15,7 +15,7 @@ from benchmarks.results import Record
 
 GIB = 2**30
 DIRECT = "O_DIRECT write (limit)"
-PREADV = "limit"
+READ = "limit (plain read)"
 _SECONDS = {"10 s": 10.0, "1 min": 60.0, "10 min": 600.0, "30 min": 1800.0, "1 h": 3600.0}
 
 
@@ -50,7 +50,7 @@ def charts_of(found: Measurements, expected: Expected) -> dict[str, Chart]:
     """By file name; what has no data has no chart."""
     layouts = list(dict.fromkeys([*expected.layouts_of("save"), *layouts_seen(found, "save")]))
     restores = list(dict.fromkeys([*expected.layouts_of("restore"), *layouts_seen(found, "restore")]))
-    charts: dict[str, Chart] = {}
+    titles, charts = expected.titles, dict[str, Chart]()
     for layout in layouts:
         name = f"stall-{layout.replace(':', '-')}"
         charts[name] = _bars(titles, "Training stands still for a save (steady)", "seconds", {
@@ -74,10 +74,11 @@ def _bars(
     names: Mapping[str, str], title: str, unit: str, panels: Mapping[str, Sequence[tuple[str, float]]],
     *, is_logarithmic: bool = True,
 ) -> Bars:  # fmt: skip
+    named = {panel: [(names.get(name, name), value) for name, value in bars] for panel, bars in panels.items() if bars}
     return Bars(
-        title=title, unit=unit, panels={name: bars for name, bars in panels.items() if bars},
+        title=title, unit=unit, panels=named,
         is_logarithmic=is_logarithmic, ours=names.get("stepfast", "stepfast"),
-        limits=(names.get(LIMIT, LIMIT), DIRECT, PREADV),
+        limits=(names.get(LIMIT, LIMIT), DIRECT, READ),
     )  # fmt: skip
 
 
@@ -117,9 +118,9 @@ def _direct(found: Measurements, layout: str) -> list[tuple[str, float]]:
 
 def _restores(found: Measurements, layout: str, tier: str) -> list[tuple[str, float]]:
     bars = _by_peer(found, "restore", layout, _restored, tier=tier)
-    ours = [one for one in found.done("restore", layout=layout, tier=tier, peer="stepfast")]
+    ours = found.done("restore", layout=layout, tier=tier, peer="stepfast")
     limit = middle([middle(one["limit_seconds"]) or 0.0 for one in ours if one.get("limit_seconds")])
-    return sorted([*bars, *([(PREADV, limit)] if limit and bars else [])], key=lambda bar: bar[1])
+    return sorted([*bars, *([(READ, limit)] if limit and bars else [])], key=lambda bar: bar[1])
 
 
 def _restored(records: Sequence[Record]) -> float | None:

@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from benchmarks.report import asked, markdown, peers, simulated, trials
 from benchmarks.report.charts import Chart
 from benchmarks.report.goals import goals_of
-from benchmarks.report.plan import Expected, title_of
+from benchmarks.report.layouts import title_of
+from benchmarks.report.plan import Expected
 from benchmarks.report.selection import Measurements, is_failed, reason_of
 from benchmarks.results import Record
 
@@ -17,7 +18,8 @@ NO_NOTES = "Nothing was written about them yet."
 
 def page_of(found: Measurements, expected: Expected, charts: Mapping[str, Chart], notes: str, folder: str) -> str:
     """All of it. `notes`: what was written by hand; `folder`: of the plots, as seen from the page."""
-    layouts = expected.layouts_of("back_to_back")
+    seen = peers.layouts_seen(found, "back_to_back")
+    layouts = dict.fromkeys([*expected.layouts_of("back_to_back"), *seen])
     lines = [
         "# What was measured",
         "",
@@ -46,11 +48,13 @@ def page_of(found: Measurements, expected: Expected, charts: Mapping[str, Chart]
 
 _READING = (
     "Medians. In brackets: the ratio to the limit beside it: of a stall, the plain copy of the same tensors into warm "
-    "shared memory, just before the save; of a restore from memory, a preadv of the same bytes; of one from disk, a read "
-    "of the same files. 'Steady' leaves out each process's first save. 'Lost' is the training time that a save costs "
-    "in all: the stall, and what training is slowed down by until the step is persisted; 'worst step' is the longest "
+    "shared memory, just before the save; of a restore from memory, a preadv of the same bytes; of one from disk, a "
+    "read of the same files. 'Steady' leaves out each process's first save. 'Lost' is the training time that a save "
+    "costs in all: the stall, and what training is slowed down by until the step is persisted; 'worst step' is the longest "
     "training step meanwhile. 'Memory' is what is taken beside the state, shared and private, in every process; it is "
-    "measured for one size. The best of each column is bold; — means that there is no such thing to measure."
+    "measured for one size. When a step is persisted is the peer's own word: torch.save without fsync, and "
+    "safetensors, give it once the page cache has all. The best of each column is bold; — means that there is no such "
+    "thing to measure."
 )
 _KILL = "SIGKILL as soon as save() has returned. Which tier gives that very step to a new process?"
 _FLIP = "One bit of one byte of the largest file of a persisted step is changed, and the step is restored."
@@ -61,20 +65,20 @@ _GANG = (
 
 
 def _machine(found: Measurements) -> list[str]:
-    lines = ["`make bench` measures all of this again and writes this page."]
+    lines = ["`make bench` measures all of this again and writes this page.", ""]
     for machine in found.machines:
         words = ", ".join(str(machine[name]) for name in ("processor", "memory") if machine.get(name))
         quick = "; a quick run: it shows that everything works, not how fast" if machine.get("is_quick") else ""
         versions = f"Linux {machine.get('kernel', '?')}, torch {machine.get('torch', '?')}"
-        lines.append(f"{_day(machine)}: {words}, {versions}{quick}.")
+        lines.append(f"- {_day(machine)}: {words}, {versions}{quick}.")
     if not found.machines:
         lines.append("Which machine it was is not recorded.")
     lines += [
         "",
-        "Every ratio is to a limit that was measured in the same process, right beside the save or the restore: what the "
-        "machine did at that moment is in both. Numbers are medians; all samples are in the results file "
-        "(`.stepfast/bench/results.jsonl`). For each cell (one peer, one layout, one question) the newest run counts, and "
-        "samples of the same run are pooled. What failed or was not measured says so.",
+        "Every ratio is to a limit that was measured in the same process, right beside the save or the restore: what "
+        "the machine did at that moment is in both. Numbers are medians; all samples are in the results file "
+        "(`.stepfast/bench/results.jsonl`). For each cell (one peer, one layout, one question) the newest run counts, "
+        "and samples of the same run are pooled. What failed or was not measured says so.",
     ]
     return lines
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.report import markdown
-from benchmarks.report.markdown import number, ratio
 from benchmarks.report.layouts import title_of
+from benchmarks.report.markdown import number, ratio
 from benchmarks.report.plan import Expected
 from benchmarks.report.samples import Figure, first_saves, middle_of, restore_of, saves_of, stall_of, steady_saves
 from benchmarks.report.selection import Measurements, is_failed, reason_of

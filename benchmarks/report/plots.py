@@ -69,6 +69,7 @@ def _draw_lines(chart: Lines) -> Figure:
         axes.set_xscale("log")
         if chart.is_logarithmic:
             axes.set_yscale("log")
+        axes.minorticks_off()
         axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylabel(chart.y)
         axes.set_xlabel(chart.x)

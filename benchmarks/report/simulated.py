@@ -46,11 +46,11 @@ def goodput_section(found: Measurements) -> list[str]:
     lines += ["", "What each part adds, the interval being auto:", ""]
     lines += _pivot([one for one in usual if one["policy"] == "auto"], "system")
     other = [one for one in records if one["policy"] == "auto" and one["trace"] == usual[0]["trace"]]
-    lines += ["", f"The same for other shares of failures that take a node's memory along ({usual[0]['trace']}):", ""]
+    lines += ["", f"The same, as more or fewer failures take a node's memory along ({usual[0]['trace']}):", ""]
     lines += _pivot(sorted(other, key=lambda one: one["node_lost"]), "system", rows="node_lost")
     lines += [
         "",
-        "By system and interval, where the time went for the first trace (percent lost / stalled / down):",
+        "Where the time of the first trace went (percent lost / stalled / down):",
         "",
     ]
     lines += _where([one for one in usual if one["trace"] == usual[0]["trace"]])
@@ -69,11 +69,11 @@ def scale_section(found: Measurements) -> list[str]:
         if all(name in one for one in records)
     ]
     return [
-        f"{scale.RANKS_PER_NODE} ranks a node with {size(scale.RANK_BYTES)} of state each; the parts of a save are written"
-        f" evenly over {records[0].get('spread_seconds', scale.SPREAD_SECONDS):.0f} s; a save each"
-        f" {scale.SAVE_SECONDS:.0f} s; a storage account takes {scale.STORAGE_REQUESTS_A_SECOND:,} requests a second."
-        " Records, sizes and the commit are those of the code as shipped, against a storage in memory; a request takes no"
-        " time, so seconds are those of our own processing. Requests are counted as Azure Blob Storage bills them.",
+        f"{scale.RANKS_PER_NODE} ranks a node with {size(scale.RANK_BYTES)} of state each; the parts of a save are "
+        f"written evenly over {records[0].get('spread_seconds', scale.SPREAD_SECONDS):.0f} s; a save each "
+        f"{scale.SAVE_SECONDS:.0f} s; a storage account takes {scale.STORAGE_REQUESTS_A_SECOND:,} requests a second. "
+        "Records, sizes and the commit are those of the code as shipped, against a storage in memory; a request takes "
+        "no time, so seconds are those of our own processing. Requests are counted as Azure Blob Storage bills them.",
         "",
         *markdown.table(header, rows),
     ]
@@ -83,12 +83,12 @@ def _assumptions(records: Sequence[Record]) -> list[str]:
     one = records[0]
     costs = one["costs"]
     return [
-        f"Assumed: a stall of {costs['stall']:g} s, {costs['persist']:g} s to persist, a restart of {costs['restart']:g} s,"
-        f" a restore of {costs['restore_memory']:g} s from memory and {costs['restore_storage']:g} s from the storage;"
-        f" {one['node_lost']:.0%} of failures lose a node's memory (the share of Llama 3's)."
-        f" When a save falls due is decided by the code as shipped; all else is a model (`benchmarks/simulation`)."
-        f" Goodput in percent of all time, mean ± one standard deviation over {one['seeds']} seeds, the best of each row in"
-        " bold.".replace("%", " %"),
+        f"Assumed: a stall of {costs['stall']:g} s, {costs['persist']:g} s to persist, a restart of "
+        f"{costs['restart']:g} s, a restore of {costs['restore_memory']:g} s from memory and "
+        f"{costs['restore_storage']:g} s from the storage; {100 * one['node_lost']:.0f} % of failures lose a node's "
+        "memory (the share of Llama 3's). When a save falls due is decided by the code as shipped; all else is a model "
+        "(`benchmarks/simulation`). Goodput in percent of all time, mean ± one standard deviation over "
+        f"{one['seeds']} seeds, the best of each row in bold.",
     ]
 
 

@@ -100,7 +100,7 @@ def disk_rate(found: Measurements, *, layout: str, bound: float) -> Verdict | No
 
 
 def blob_rate(found: Measurements) -> Verdict | None:
-    """Uploads of the same bytes; every size counts. Ours is the whole way from save() to the commit, where it is there."""
+    """Uploads of the same bytes; every size counts. Ours is all from save() to the commit, where that is there."""
     reached, limits, words = [], [], []
     for bytes_, ways in blobs.medians_of(found).items():
         ours = next((ways[way] for way in blobs.OURS if way in ways), None)
