@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -53,8 +53,8 @@ def peer_table(found: Measurements, expected: Expected, layout: str) -> list[str
     seen = [str(one["peer"]) for kind in _KINDS for one in found.of(kind, layout=layout)]
     peers = sorted({*expected.peers("save", layout), *seen}, key=lambda peer: (peer == LIMIT, peer != "stepfast", peer))
     notes, names = Notes(), expected.titles
-    rows = [[names.get(peer, peer), *_row(found, expected, notes, peer, layout)] for peer in peers]
-    return [*markdown.table(COLUMNS, _with_best(peers, rows)), *notes.lines()]
+    rows = [_row(found, expected, notes, peer, layout) for peer in peers]
+    return [*markdown.table(COLUMNS, _with_best(peers, rows, names)), *notes.lines()]
 
 
 def cell(
@@ -95,14 +95,12 @@ def _row(found: Measurements, expected: Expected, notes: Notes, peer: str, layou
     ]  # fmt: skip
 
 
-def _with_best(peers: Sequence[str], rows: Sequence[Sequence[str | Value]]) -> list[list[str]]:
+def _with_best(peers: Sequence[str], rows: Sequence[Sequence[Value]], names: Mapping[str, str]) -> list[list[str]]:
     """The rows as text, the least of each column in bold; the limit does not take part."""
-    columns = list(zip(*rows, strict=True))
-    texts = [[str(name) for name in columns[0]]]
-    for column in columns[1:]:
-        values = [value if isinstance(value, tuple) else (None, value) for value in column]
-        compared = [None if peer == LIMIT else value for peer, (value, _) in zip(peers, values, strict=True)]
-        texts.append(markdown.bold_best(compared, [text for _, text in values]))
+    texts = [[names.get(peer, peer) for peer in peers]]
+    for column in zip(*rows, strict=True):
+        compared = [None if peer == LIMIT else value for peer, (value, _) in zip(peers, column, strict=True)]
+        texts.append(markdown.bold_best(compared, [text for _, text in column]))
     return [list(row) for row in zip(*texts, strict=True)]
 
 
@@ -149,13 +147,14 @@ def _figure(taken: Figure | None) -> Value | None:
 def back_to_back_table(found: Measurements, expected: Expected, layout: str) -> list[str]:
     """Saves that nobody waits for."""
     peers = dict.fromkeys([*expected.peers("back_to_back", layout), *_peers(found, "back_to_back", layout)])
-    notes, names, rows = Notes(), expected.titles, []
+    notes, names = Notes(), expected.titles
+    rows: list[list[Value]] = []
     ordered = sorted(peers, key=lambda peer: (peer != "stepfast", peer))
     for peer in ordered:
         read = partial(cell, found, expected, notes, kind="back_to_back", peer=peer, layout=layout)
-        rows.append([names.get(peer, peer), *map(read, (_all, _busy, _skipped, _blocked))])
+        rows.append([read(column) for column in (_all, _busy, _skipped, _blocked)])
     header = ("peer", "stall, s", "stall while busy, s", "skipped", "waited for the one before")
-    return [*markdown.table(header, _with_best(ordered, rows)), *notes.lines()]
+    return [*markdown.table(header, _with_best(ordered, rows, names)), *notes.lines()]
 
 
 def _all(records: Sequence[Record]) -> Value | None:

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from benchmarks.report.charts import Bars, Chart, Lines
 from matplotlib.figure import Figure
 
-_SETTINGS = {
+_SETTINGS: Any = {
     "svg.hashsalt": "stepfast",
     "svg.fonttype": "none",  # text stays text: small files
     "font.family": "sans-serif",

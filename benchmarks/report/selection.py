@@ -82,7 +82,7 @@ def reason_of(record: Record) -> str:
 
 
 def _is(record: Record, kind: str, fields: Mapping[str, object]) -> bool:
-    return record["kind"] == kind and all(record.get(name) == value for name, value in fields.items())
+    return all(record.get(name) == value for name, value in {"kind": kind, **fields}.items())
 
 
 def _cell(record: Record) -> tuple[object, ...]:

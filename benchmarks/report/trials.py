@@ -111,11 +111,8 @@ def _survived(records: Sequence[Record], tier: str, peer: str, notes: Notes) -> 
 def _damage(records: Sequence[Record], peer: str, notes: Notes) -> list[str]:
     failed = [one for one in records if is_failed(one)]
     if failed:
-        return [
-            f"{failed[-1]['status']} {notes.mark(f'{peer}: {reason_of(failed[-1])}')}",
-            markdown.NONE,
-            markdown.NONE,
-        ]
+        mark = notes.mark(f"{peer}: {reason_of(failed[-1])}")
+        return [f"{failed[-1]['status']} {mark}", markdown.NONE, markdown.NONE]
     if not records:
         return [markdown.NOT_MEASURED, markdown.NONE, markdown.NONE]
     one = records[-1]
