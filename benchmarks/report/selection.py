@@ -73,7 +73,7 @@ def select(records: Sequence[Record]) -> Measurements:
 
 def is_failed(record: Record) -> bool:
     """Whether it says why there is no measurement instead of one."""
-    return record.get("status", "done") != "done"
+    return bool(record.get("status", "done") != "done")
 
 
 def reason_of(record: Record) -> str:
