@@ -53,8 +53,8 @@ _READING = (
     "costs in all: the stall, and what training is slowed down by until the step is persisted; 'worst step' is the "
     "longest training step meanwhile. 'Memory' is what is taken beside the state, shared and private, in every "
     "process; it is measured for one size. When a step is persisted is the peer's own word: torch.save without fsync, "
-    "and safetensors, give it once the page cache has all. The best of each column is bold; — means that there is no such "
-    "thing to measure."
+    "and safetensors, give it once the page cache has all. The best of each column is bold; — means that "
+    "there is no such thing to measure."
 )
 _KILL = "SIGKILL as soon as save() has returned. Which tier gives that very step to a new process?"
 _FLIP = "One bit of one byte of the largest file of a persisted step is changed, and the step is restored."
