@@ -59,6 +59,7 @@ class PlainCopy:
 
 def direct_write(folder: Path, size_bytes: int, source: mmap.mmap | None = None) -> float:
     """Writes a new file past the page cache from populated shared memory, 8 MiB at a time, and syncs it; seconds.
+    Raises OSError where the disk is full, or its file system always goes through the page cache.
 
     source: shared memory that is there already and at least that large; without it some is made for the while.
     """
@@ -74,11 +75,10 @@ def direct_write(folder: Path, size_bytes: int, source: mmap.mmap | None = None)
         for offset in range(0, whole, _DIRECT_BYTES):
             os.pwrite(descriptor, view[offset : min(offset + _DIRECT_BYTES, whole)], offset)
         os.fsync(descriptor)
+        return time.perf_counter() - begin
     finally:
         os.close(descriptor)
-    seconds = time.perf_counter() - begin
-    path.unlink()
-    return seconds
+        path.unlink()
 
 
 def cold_read(paths: Sequence[Path]) -> float:

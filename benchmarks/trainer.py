@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,7 +126,11 @@ class Trainer:
         """The limit of persisting: the same bytes past the page cache; seconds."""
         if self.direct_folder is None or self.limit is None:
             return None
-        return self.limit.write_direct(self.direct_folder)
+        try:
+            return self.limit.write_direct(self.direct_folder)
+        except OSError as error:
+            print(f"no direct write: {error}", file=sys.stderr)  # the saves can be measured without it
+            return None
 
     def _save(self, step: int, rate: float) -> tuple[bool, float, int]:
         """Whether it saved, the stall in seconds, and the training steps that were made meanwhile.
