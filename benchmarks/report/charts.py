@@ -33,14 +33,16 @@ class Bars:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """By panel: lines by name, their points from left to right; `levels`: by panel, dashed lines across it."""
+    """By panel: lines by name, their points from left to right; `levels`: by panel, dashed lines across it; `ticks`:
+    what values of x are called.
+    """
 
     title: str
     x: str
     y: str
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
     levels: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    is_logarithmic: bool = False
+    ticks: Mapping[float, str] = field(default_factory=dict)
 
 
 Chart: TypeAlias = Bars | Lines
@@ -137,14 +139,15 @@ def _goodput(found: Measurements) -> Lines | None:
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     levels: dict[str, dict[str, float]] = {}
     for one in usual:
-        trace, system, percent = str(one["trace"]), str(one["system"]), 100 * one["goodput_mean"]
+        trace, system, percent = str(one["trace"]), str(one["system"]), 100 * (1 - one["goodput_mean"])
         if one["policy"] in _SECONDS:
             panels.setdefault(trace, {}).setdefault(system, []).append((_SECONDS[one["policy"]], percent))
         else:
             levels.setdefault(trace, {})[system] = percent
     return Lines(
-        title="Goodput by interval (simulated); dashed: auto", x="interval, seconds", y="goodput, %", panels=panels,
-        levels=levels,
+        title="Time that is no kept training, 100 % − goodput, by interval (simulated); dashed: auto",
+        x="interval", y="% of time", panels=panels, levels=levels,
+        ticks={seconds: name for name, seconds in _SECONDS.items()},
     )  # fmt: skip
 
 
@@ -159,5 +162,5 @@ def _headline(found: Measurements) -> Lines | None:
         return None
     return Lines(
         title="Training time lost per save to a blob storage", x="GiB", y="seconds", panels={"Azurite": lines},
-        is_logarithmic=True,
+        ticks={x: f"{x:.3g}" for points in lines.values() for x, _ in points},
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import floor, log10
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def _draw_bars(chart: Bars) -> Figure:
         axes.set_title(title, loc="left", fontsize=9)
         if chart.is_logarithmic:
             axes.set_xscale("log")
+            axes.set_xlim(left=10.0 ** floor(log10(min(values))))
+            _write_plainly(axes.xaxis)
         axes.margins(x=0.12)
     panels[-1].set_xlabel(chart.unit)
     figure.suptitle(chart.title, fontsize=10)
@@ -57,18 +60,22 @@ def _draw_bars(chart: Bars) -> Figure:
 
 
 def _draw_lines(chart: Lines) -> Figure:
-    rows = len(chart.panels)
-    figure, panels = _panels(rows, rows * _PANEL_HEIGHT, [_PANEL_HEIGHT] * rows)
+    columns = min(2, len(chart.panels))
+    rows = -(-len(chart.panels) // columns)
+    figure, panels = _panels(len(chart.panels), rows * _PANEL_HEIGHT, [_PANEL_HEIGHT] * rows, columns)
     for axes, (title, lines) in zip(panels, chart.panels.items(), strict=True):
         for index, (name, points) in enumerate(lines.items()):
-            color = _COLORS[index % len(_COLORS)]
+            color = _OURS if name == "stepfast" else _COLORS[index % len(_COLORS)]
             axes.plot([x for x, _ in points], [y for _, y in points], "o-", label=name, color=color, markersize=3)
         for name, level in chart.levels.get(title, {}).items():
             color = _COLORS[list(lines).index(name) % len(_COLORS)] if name in lines else "#333333"
             axes.axhline(level, color=color, linestyle="--", linewidth=1)
         axes.set_xscale("log")
-        if chart.is_logarithmic:
-            axes.set_yscale("log")
+        axes.set_yscale("log")
+        _write_plainly(axes.xaxis)
+        _write_plainly(axes.yaxis)
+        if chart.ticks:
+            axes.set_xticks(list(chart.ticks), list(chart.ticks.values()))
         axes.minorticks_off()
         axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylabel(chart.y)
@@ -78,10 +85,18 @@ def _draw_lines(chart: Lines) -> Figure:
     return figure
 
 
-def _panels(count: int, height: float, ratios: Sequence[float]) -> tuple[Figure, list[Any]]:
+def _panels(count: int, height: float, ratios: Sequence[float], columns: int = 1) -> tuple[Figure, list[Any]]:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    found = figure.subplots(count, 1, squeeze=False, gridspec_kw={"height_ratios": list(ratios)})
-    return figure, list(found[:, 0])
+    found = figure.subplots(len(ratios), columns, squeeze=False, gridspec_kw={"height_ratios": list(ratios)})
+    for unused in found.flat[count:]:
+        unused.remove()
+    return figure, list(found.flat[:count])
+
+
+def _write_plainly(axis: Any) -> None:
+    """Numbers, not powers of ten; only those of whole decades."""
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(lambda _value, _position: "")
 
 
 def _color(name: str, chart: Bars) -> str:
