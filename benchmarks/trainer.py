@@ -89,6 +89,7 @@ class Trainer:
             persist_seconds=whole, persist_after_return_seconds=whole - (returned - begin),
             lost_seconds=whole - (steps + len(durations)) / rate, worst_step_seconds=max(durations, default=None),
             steps_while_persisting=len(durations), direct_write_seconds=direct,
+            stamping_seconds=stamping,
         )  # fmt: skip
         if step > 1:
             self.peer.remove(step - 1)

@@ -80,22 +80,28 @@ def shared_evenly(found: Measurements, *, slack: float) -> Verdict | None:
 
 
 def disk_rate(found: Measurements, *, layout: str, bound: float) -> Verdict | None:
-    """From the return of save() to the commit, against a direct write of as many bytes in the same process."""
+    """From the return of save() to the commit, against a direct write of as many bytes in the same process.
+
+    The trainer takes out the while in which it overwrites the stamps, as nobody trains then; persisting goes on, so it
+    is put back in here. For small states that is an upper bound.
+    """
     records = found.done("save", peer=OURS, layout=layout)
-    pairs = [
-        (one["persist_after_return_seconds"], one["direct_write_seconds"])
-        for one in saves_of(records)
-        if one.get("direct_write_seconds")
-    ]
-    if not pairs:
+    saves = [save for save in saves_of(records) if save.get("direct_write_seconds")]
+    if not saves:
         return None
+    pairs = [
+        (save["persist_after_return_seconds"] + save.get("stamping_seconds", 0.0), save["direct_write_seconds"])
+        for save in saves
+    ]
     rate = median(direct / persist for persist, direct in pairs)
+    whole = median(save["persist_seconds"] + save.get("stamping_seconds", 0.0) for save in saves)
     bytes_ = records[-1]["size_bytes"]
     persist, direct = (median(column) for column in zip(*pairs, strict=True))
     return Verdict(
         is_reached=rate >= bound,
         limit=f"O_DIRECT {size(bytes_ / direct)}/s",
-        measured=f"{share(rate)} ({size(bytes_ / persist)}/s, n={len(pairs)})",
+        measured=f"{share(rate)} ({size(bytes_ / persist)}/s once save() has returned, "
+        f"{size(bytes_ / whole)}/s from its begin; n={len(pairs)})",
     )
 
 
