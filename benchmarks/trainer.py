@@ -2,7 +2,8 @@
 
 Each save: the state is stamped, training goes on for a second to learn its rate, the same tensors are copied plainly
 into warm shared memory (the limit), the peer saves, the stamps are overwritten as an optimizer would, and training
-goes on until the peer calls the step persisted.
+goes on until the peer calls the step persisted. Where it is asked for, what was copied plainly is first written past
+the page cache (the limit of persisting).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,11 +64,13 @@ class Trainer:
     limit: PlainCopy | None
     idle_seconds: float
     teller: Teller
+    direct_folder: Path | None = None
     _kept: list[int] = field(default_factory=list)
 
     def save_and_follow(self, step: int) -> None:
         """A save that is followed until it is persisted; tells `save`."""
         stamp(self.state, step)
+        direct = self._write_directly()
         os.sync()  # what the save before left in the page cache is not this one's to write
         rate = self.loop.train_for(self.idle_seconds)
         plain = self.limit.copy() if self.limit is not None else None
@@ -83,7 +88,8 @@ class Trainer:
             "save", step=step, is_saved=is_saved, idle_steps_per_second=rate, plain_seconds=plain, stall_seconds=stall,
             persist_seconds=whole, persist_after_return_seconds=whole - (returned - begin),
             lost_seconds=whole - (steps + len(durations)) / rate, worst_step_seconds=max(durations, default=None),
-            steps_while_persisting=len(durations),
+            steps_while_persisting=len(durations), direct_write_seconds=direct,
+            stamping_seconds=stamping,
         )  # fmt: skip
         if step > 1:
             self.peer.remove(step - 1)
@@ -117,6 +123,16 @@ class Trainer:
         self.peer.sync_point()
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def _write_directly(self) -> float | None:
+        """The limit of persisting: the same bytes past the page cache; seconds."""
+        if self.direct_folder is None or self.limit is None:
+            return None
+        try:
+            return self.limit.write_direct(self.direct_folder)
+        except OSError as error:
+            print(f"no direct write: {error}", file=sys.stderr)  # the saves can be measured without it
+            return None
+
     def _save(self, step: int, rate: float) -> tuple[bool, float, int]:
         """Whether it saved, the stall in seconds, and the training steps that were made meanwhile.
 
@@ -140,7 +156,8 @@ def main() -> None:
     tensors = [tensor for _, tensor in tensors_of(state)]
     teller.tell("built", bytes=size_of(state), tensors=len(tensors))
     loop = TrainingLoop()
-    peer = make_peer(arguments.peer, Site.from_text(arguments.site))
+    site = Site.from_text(arguments.site)
+    peer = make_peer(arguments.peer, site)
     begin = time.perf_counter()
     peer.set_up(state)
     teller.tell("set_up", seconds=time.perf_counter() - begin)
@@ -149,7 +166,8 @@ def main() -> None:
         limit.copy()
     for _ in range(_WARM_UP_STEPS):
         loop.train_step()
-    trainer = Trainer(peer, state, loop, limit, arguments.idle_seconds, teller)
+    direct_folder = site.folder if arguments.direct_write else None
+    trainer = Trainer(peer, state, loop, limit, arguments.idle_seconds, teller, direct_folder)
     last = arguments.saves
     if arguments.mode == "back-to-back":
         for step in range(1, last + 1):
@@ -174,6 +192,7 @@ def _arguments() -> Any:
     parser.add_argument("--idle-seconds", type=float, default=1.0)
     parser.add_argument("--interval-seconds", type=float, default=0.3)
     parser.add_argument("--limit", action=argparse.BooleanOptionalAction, default=True, help="copy plainly beside it")
+    parser.add_argument("--direct-write", action="store_true", help="measure that limit of a disk, too")
     return parser.parse_args()
 
 

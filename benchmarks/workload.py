@@ -49,13 +49,17 @@ def small_state(count: int = 20_000, tensor_bytes: int = 10_000) -> State:
 
 
 def state_of(layout: str) -> State:
-    """The state that a layout's name asks for: `gpt:<GiB>` or `small:<number of tensors>`. Raises ValueError."""
+    """The state that a layout's name asks for: `gpt:<GiB>`, `odd:<GiB>` (no large tensor ends with a cache line) or
+    `small:<number of tensors>`. Raises ValueError.
+    """
     kind, _, amount = layout.partition(":")
     if kind == "gpt":
         return gpt_state(int(float(amount) * GIB))
+    if kind == "odd":
+        return gpt_state(int(float(amount) * GIB), odd=True)
     if kind == "small":
         return small_state(int(amount))
-    raise ValueError(f"layout {layout!r} is neither gpt:<GiB> nor small:<number of tensors>")
+    raise ValueError(f"layout {layout!r} is none of gpt:<GiB>, odd:<GiB>, small:<number of tensors>")
 
 
 def tensors_of(state: State, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,106 @@
+"""The page: sections in their order, as one text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from benchmarks.report import asked, markdown, peers, simulated, trials
+from benchmarks.report.charts import Chart
+from benchmarks.report.goals import goals_of
+from benchmarks.report.layouts import title_of
+from benchmarks.report.plan import Expected
+from benchmarks.report.selection import Measurements, is_failed, reason_of
+from benchmarks.results import Record
+
+NO_NOTES = "Nothing was written about them yet."
+
+
+def page_of(found: Measurements, expected: Expected, charts: Mapping[str, Chart], notes: str, folder: str) -> str:
+    """All of it. `notes`: what was written by hand; `folder`: of the plots, as seen from the page."""
+    seen = peers.layouts_seen(found, "back_to_back")
+    layouts = dict.fromkeys([*expected.layouts_of("back_to_back"), *seen])
+    lines = [
+        "# What was measured",
+        "",
+        *_machine(found),
+        *_section("Asked and measured", asked.table_of(goals_of(expected.layouts), found)),
+        *_section("Peers side by side", [_READING, *peers.peer_tables(found, expected)]),
+    ]
+    for layout in layouts:
+        lines += ["", f"### Saves back to back: {title_of(layout)}", ""]
+        lines += peers.back_to_back_table(found, expected, layout)
+    for title, words, table in (
+        ("Killed right after save()", _KILL, trials.kill_table(found, expected)),
+        ("One flipped byte", _FLIP, trials.corruption_table(found, expected)),
+        ("Ranks that hold the same state (DDP)", _GANG, trials.gang_table(found, expected)),
+        ("Uploads to Azurite", "Medians.", trials.blob_table(found)),
+        ("A recovery on one machine", "From the death of a process to its next step.", trials.recovery_table(found)),
+    ):
+        lines += ["", f"### {title}", "", words, "", *table]
+    lines += _failures(found)
+    lines += _section("Plots", _plots(charts, folder))
+    lines += _section("Simulation: goodput", simulated.goodput_section(found))
+    lines += _section("Simulation: 1,000 and 10,000 nodes", simulated.scale_section(found))
+    lines += _section("Where a goal is not reached", [])
+    return "\n".join(lines) + f"\n{notes.strip() or NO_NOTES}\n"
+
+
+_READING = (
+    "Medians. In brackets: the ratio to the limit beside it: of a stall, the plain copy of the same tensors into warm "
+    "shared memory, just before the save; of a restore from memory, a preadv of the same bytes; of one from disk, a "
+    "read of the same files. 'Steady' leaves out each process's first save. 'Lost' is the training time that a save "
+    "costs in all: the stall, and what training is slowed down by until the step is persisted; 'worst step' is the "
+    "longest training step meanwhile. 'Memory' is what is taken beside the state, shared and private, in every "
+    "process; it is measured for one size. When a step is persisted is the peer's own word: torch.save without fsync, "
+    "and safetensors, give it once the page cache has all. The best of each column is bold; — means that "
+    "there is no such thing to measure."
+)
+_KILL = "SIGKILL as soon as save() has returned. Which tier gives that very step to a new process?"
+_FLIP = "One bit of one byte of the largest file of a persisted step is changed, and the step is restored."
+_GANG = (
+    "The stall of a gang is that of its slowest rank (in brackets: to the slowest rank's plain copy of all the state); "
+    "medians without the first save. Shares and bytes are those of the newest step's files."
+)
+
+
+def _machine(found: Measurements) -> list[str]:
+    lines = ["`make bench` measures all of this again and writes this page.", ""]
+    for machine in found.machines:
+        words = ", ".join(str(machine[name]) for name in ("processor", "memory") if machine.get(name))
+        quick = "; a quick run: it shows that everything works, not how fast" if machine.get("is_quick") else ""
+        versions = f"Linux {machine.get('kernel', '?')}, torch {machine.get('torch', '?')}"
+        lines.append(f"- {_day(machine)}: {words}, {versions}{quick}.")
+    if not found.machines:
+        lines.append("Which machine it was is not recorded.")
+    lines += [
+        "",
+        "Every ratio is to a limit that was measured in the same process, right beside the save or the restore: what "
+        "the machine did at that moment is in both. Numbers are medians; all samples are in the results file "
+        "(`.stepfast/bench/results.jsonl`). For each cell (one peer, one layout, one question) the newest run counts, "
+        "and samples of the same run are pooled. What failed or was not measured says so.",
+    ]
+    return lines
+
+
+def _day(record: Record) -> str:
+    return datetime.fromtimestamp(record["time"], UTC).date().isoformat()
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", f"## {title}", "", *lines]
+
+
+def _failures(found: Measurements) -> list[str]:
+    """What failed without a cell of its own: no table has a place for it."""
+    homeless = [one for one in found.records if is_failed(one) and "peer" in one and not one.get("layout")]
+    if not homeless:
+        return []
+    rows = [[str(one["kind"]), str(one["peer"]), reason_of(one)] for one in homeless]
+    return ["", "### Measurements that broke", "", *markdown.text_table(("kind", "peer", "reason"), rows)]
+
+
+def _plots(charts: Mapping[str, Chart], folder: str) -> list[str]:
+    if not charts:
+        return [f"{markdown.NOT_MEASURED}: there is nothing to plot."]
+    return [line for name, chart in charts.items() for line in (f"![{chart.title}]({folder}/{name}.svg)", "")][:-1]

@@ -1,0 +1,270 @@
+"""The page says of every goal and every peer what was measured, or why it was not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.report import asked, blobs, markdown, peers, trials
+from benchmarks.report.__main__ import write_report
+from benchmarks.report.goals import Goal, goals_of
+from benchmarks.report.layouts import Layouts
+from benchmarks.report.plan import Expected, expected
+from benchmarks.report.selection import select
+from benchmarks.results import Record
+from benchmarks.simulation import goodput, scale
+from benchmarks.simulation.job import Costs, System
+from benchmarks.simulation.traces import all_traces
+
+LAYOUT, SMALL = "gpt:1", "small:20000"
+LAYOUTS = Layouts(large=[LAYOUT], small=[SMALL])
+PLAN = Expected(
+    cells={("save", peer, LAYOUT) for peer in ("stepfast", "torch_save", "dcp_save", "nvrx")},
+    layouts=LAYOUTS,
+    titles={"stepfast": "Stepfast", "torch_save": "torch.save", "dcp_save": "DCP save", "nvrx": "NVRx"},
+)
+MACHINE: Record = {"kind": "machine", "time": 1_700_000_000.0, "processor": "2 × some", "memory": "24 GiB"}
+
+
+def a_save(stall: float, plain: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {
+        "is_saved": True, "stall_seconds": stall, "plain_seconds": plain, "persist_seconds": 10.0,
+        "persist_after_return_seconds": 8.0, "lost_seconds": stall + 0.2, "worst_step_seconds": 0.01, **more,
+    }  # fmt: skip
+
+
+def saves(peer: str, *stalls: float, kind: str = "save", status: str = "done", error: str = "", **more: Any) -> Record:
+    return {
+        "kind": kind, "time": 1_700_000_001.0, "peer": peer, "layout": LAYOUT, "size_bytes": 2**30, "slots": 3,
+        "status": status, "error": error, "saves": [a_save(stall, **more) for stall in stalls],
+    }  # fmt: skip
+
+
+def goal_named(start: str) -> Goal:
+    return next(goal for goal in goals_of(LAYOUTS) if goal.name.startswith(start))
+
+
+def row_of(start: str, *records: Record) -> list[str]:
+    return asked.row_of(goal_named(start), select([MACHINE, *records]))
+
+
+@pytest.mark.parametrize(
+    ("stalls", "measured", "verdict"),
+    [
+        pytest.param((9.0, 1.1, 1.1, 1.1), "1.10 × (1.10 s, n=3)", "reached", id="reached"),
+        pytest.param((1.0, 1.3, 1.3, 1.3), "1.30 × (1.30 s, n=3)", "**not reached**", id="missed"),
+    ],
+)
+def test_steady_stall_is_held_against_the_plain_copy(stalls: Sequence[float], measured: str, verdict: str) -> None:
+    name, limit, _, words, said = row_of("Stall, steady", saves("stepfast", *stalls))
+    assert (name, limit) == ("Stall, steady, 1 GiB", "plain copy 1.00 s")
+    assert (words, said) == (measured, verdict)
+
+
+def test_goal_without_records_is_not_measured_and_says_which_are_missing() -> None:
+    for goal in goals_of(LAYOUTS):
+        row = asked.row_of(goal, select([MACHINE]))
+        assert row[3:] == [f"not measured: no record of the kind `{goal.kind}`", "not measured"]
+
+
+def test_failed_cell_keeps_its_goal_from_being_reached() -> None:
+    broken = saves("stepfast", status="hung", error="not done in the cell's time")
+    assert row_of("Stall, steady", broken)[3] == "not measured: hung: not done in the cell's time"
+    _, _, _, measured, verdict = row_of("Stall, steady", saves("stepfast", 1.0, 1.0), broken)
+    assert verdict == "**not reached**"
+    assert measured.endswith("one cell hung: not done in the cell's time")
+
+
+def test_busy_saves_that_were_skipped_miss_the_goal() -> None:
+    name = "Stall while the save before is being persisted, 1 GiB"
+    busy = saves("stepfast", 1.0, 1.1, kind="back_to_back", is_busy=True)
+    assert row_of(name, {**busy, "skipped": 0})[4] == "reached"
+    assert row_of(name, {**busy, "skipped": 1})[3:] == ["1.05 × (1.05 s, n=2); 1 skipped", "**not reached**"]
+    idle = saves("stepfast", 1.0, kind="back_to_back", is_busy=False)
+    assert row_of(name, idle)[3] == "not measured: every save was persisted before the next one came"
+
+
+@pytest.mark.parametrize(("direct", "verdict"), [(6.4, "reached"), (6.3, "**not reached**"), (None, "not measured")])
+def test_disk_rate_is_held_against_direct_writes(direct: float | None, verdict: str) -> None:
+    record = saves("stepfast", 1.0, 1.0, direct_write_seconds=direct)
+    assert row_of("Persisted to local disk", record)[4] == verdict
+
+
+@pytest.mark.parametrize(("lost", "verdict"), [(1.29, "reached"), (1.31, "**not reached**")])
+def test_lost_time_may_be_the_stall_and_a_little_of_the_persist_time(lost: float, verdict: str) -> None:
+    assert row_of("Training time lost per save, 1 GiB", saves("stepfast", 1.0, 1.0, lost_seconds=lost))[4] == verdict
+
+
+@pytest.mark.parametrize(
+    ("start", "record", "verdict"),
+    [
+        ("Restored from memory", {"kind": "restore", "tier": "memory", "seconds": 1.1, "limit_seconds": [1.0]}, True),
+        ("Restored from memory", {"kind": "restore", "tier": "memory", "seconds": 1.2, "limit_seconds": [1.0]}, False),
+        (
+            "Restored from disk",
+            {"kind": "restore", "tier": "disk-cold", "seconds": 1.0, "limit_seconds": [1.0], "wrong_tensors": 0},
+            True,
+        ),
+        ("One flipped byte", {"kind": "corrupt", "is_detected": True, "names_file": True}, True),
+        ("One flipped byte", {"kind": "corrupt", "is_detected": True, "names_file": False}, False),
+        ("Replicated", {"kind": "ddp", "ranks": 4, "bytes_by_rank": [2**28] * 4, "saves": []}, True),
+        ("Replicated", {"kind": "ddp", "ranks": 4, "bytes_by_rank": [2**30, 0, 0, 0], "saves": []}, False),
+        (
+            "Memory of the agent",
+            {"kind": "memory", "shared_growth_bytes": 3 * 2**30, "helpers_peak_bytes": 2**20},
+            True,
+        ),
+        ("Memory in the trainer", {"kind": "memory", "trainer_before_bytes": 0, "trainer_peak_bytes": 2**30}, False),
+        ("Recovery", {"kind": "recovery", "recovery_seconds": [5.0], "limit_seconds": [4.5]}, True),
+        ("Recovery", {"kind": "recovery", "recovery_seconds": [6.0], "limit_seconds": [4.5]}, False),
+        (
+            "Other jobs",
+            {
+                "kind": "load",
+                "stall_seconds": [1.0],
+                "stall_alone_seconds": [1.0],
+                "persist_seconds": [1.2],
+                "persist_alone_seconds": [1.0],
+            },
+            False,
+        ),
+    ],
+)  # fmt: skip
+def test_goals_judge_their_records(start: str, record: Record, verdict: bool) -> None:
+    whole = {"peer": "stepfast", "layout": LAYOUT, "size_bytes": 2**30, "slots": 3, "status": "done", **record}
+    assert row_of(start, whole)[4] == ("reached" if verdict else "**not reached**")
+
+
+def test_kill_goal_asks_for_both_tiers() -> None:
+    def kill(tier: str, is_restorable: bool) -> Record:
+        return {
+            "kind": "kill", "peer": "stepfast", "layout": LAYOUT, "helper_killed": False, "tier": tier,
+            "status": "done", "is_restorable": is_restorable,
+        }  # fmt: skip
+
+    assert row_of("SIGKILL", kill("memory", True), kill("disk", True))[4] == "reached"
+    assert row_of("SIGKILL", kill("memory", True), kill("disk", False))[3:] == [
+        "memory: restored, disk: lost",
+        "**not reached**",
+    ]
+    assert row_of("SIGKILL", kill("memory", True))[4] == "**not reached**"
+
+
+def test_headline_holds_for_every_size() -> None:
+    def headline(way: str, size: int, lost: float) -> Record:
+        return {"kind": "headline", "way": way, "size_bytes": size, "lost_seconds": [lost]}
+
+    theirs = [headline("torch_save", 2**30, 100.0), headline("torch_save", 2**32, 100.0)]
+    small = headline("stepfast", 2**30, 0.5)
+    assert row_of("Training time lost, saving", *theirs, small, headline("stepfast", 2**32, 1.0))[4] == "reached"
+    assert row_of("Training time lost, saving", *theirs, small, headline("stepfast", 2**32, 1.1))[4] != "reached"
+
+
+def test_uploads_are_read_by_way_or_as_samples() -> None:
+    flat = [
+        {"kind": "blob", "way": "stepfast", "size_bytes": 2**30, "seconds": [1.0, 3.0, 2.0]},
+        {"kind": "blob", "way": "adlfs", "size_bytes": 2**30, "seconds": [4.0]},
+        {"kind": "blob", "way": "obstore", "size_bytes": 2**30, "status": "failed", "error": "no wheel"},
+    ]
+    nested = {
+        "kind": "blob", "size_bytes": 2**30, "missing": {},
+        "samples": {"stepfast_agent": [{"seconds": 2.0}], "adlfs_8": [{"seconds": 4.0}]},
+    }  # fmt: skip
+    assert blobs.medians_of(select(flat)) == {2**30: {"stepfast": 2.0, "adlfs": 4.0}}
+    assert blobs.medians_of(select([nested])) == {2**30: {"stepfast_agent": 2.0, "adlfs_8": 4.0}}
+    assert "1. obstore: failed: no wheel" in trials.blob_table(select(flat))
+    assert row_of("Persisted to Azurite", nested)[4] == "reached"
+
+
+def test_newest_run_counts_and_its_samples_are_pooled() -> None:
+    records = [
+        MACHINE, saves("stepfast", 5.0, 5.0), saves("torch_save", 7.0, 7.0),
+        MACHINE, saves("stepfast", 1.0, 1.0), saves("stepfast", 1.0, 2.0),
+    ]  # fmt: skip
+    found = select(records)
+    assert [len(found.of("save", peer=peer)) for peer in ("stepfast", "torch_save")] == [2, 1]
+    assert len(found.machines) == 2
+    assert asked.row_of(goal_named("Stall, steady"), found)[3] == "1.50 × (1.50 s, n=2)"
+
+
+def test_failed_peer_shows_its_reason_and_an_absent_one_that_it_is() -> None:
+    failing = saves("nvrx", status="missing", error="not installed")
+    table = peers.peer_table(select([MACHINE, saves("stepfast", 1.0, 1.0), failing]), PLAN, LAYOUT)
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in table}
+    assert "missing [1]" in lines["NVRx"]
+    assert "1. nvrx: missing: not installed" in table
+    assert lines["DCP save"].count("not measured") == 5
+    assert lines["DCP save"].count("—") == 4  # nobody meant to measure its memory or its restores
+
+
+def test_best_of_each_column_is_bold_and_the_limit_takes_no_part() -> None:
+    found = select([saves("stepfast", 1.5, 1.1), saves("torch_save", 1.4, 9.0), saves("plain_copy", 1.0, 1.0)])
+    lines = [line for line in peers.peer_table(found, PLAN, LAYOUT) if line.startswith("| ")]
+    bold = [[cell for cell in line.strip("| ").split(" | ") if cell.startswith("**")] for line in lines]
+    ours, theirs, limit = bold[2], bold[-2], bold[-1]
+    assert "**1.10 (1.10 ×)**" in ours
+    assert "**1.40 (1.40 ×)**" in theirs
+    assert limit == []
+
+
+def test_values_that_read_alike_share_the_best() -> None:
+    assert markdown.bold_best([1.0, 1.0001, None, 2.0], ["1.00", "1.00", "—", "2.00"]) == [
+        "**1.00**", "**1.00**", "—", "2.00",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0"), (0.01234, "0.0123"), (1.2345, "1.23"), (123.4, "123"), (12345.6, "12,346")]
+)
+def test_numbers_have_three_digits_and_no_exponent(value: float, text: str) -> None:
+    assert markdown.number(value) == text
+
+
+def test_plan_holds_what_the_suite_measures() -> None:
+    plan = expected(is_quick=False)
+    assert plan.layouts == Layouts(large=["gpt:1", "gpt:4"], small=["small:20000"])
+    assert {("save", "plain_copy", "gpt:4"), ("kill", "stepfast", "gpt:0.5"), ("ddp", "dcp_save", "gpt:0.25")} <= (
+        plan.cells
+    )
+
+
+def test_page_and_plots_are_written_and_are_the_same_again(tmp_path: Path) -> None:
+    results, out = tmp_path / "results.jsonl", tmp_path / "pages" / "performance.md"
+    simulated = [
+        {"kind": "goodput", **goodput.measure(trace, system, policy, node_lost=0.21, seeds=1, costs=Costs())}
+        for trace in all_traces()[:1]
+        for system in System
+        for policy in ("1 h", "auto")
+    ]
+    records = [MACHINE, saves("stepfast", 1.0, 1.0), saves("nvrx", status="hung", error="a | b"), *simulated]
+    results.write_text("".join(json.dumps(record) + "\n" for record in records))
+    scale.add_all(results, nodes=(4,))
+    out.parent.mkdir()
+    out.with_suffix(".notes.md").write_text("The disk was slow.\n")
+
+    write_report(results, out)
+
+    page = out.read_text()
+    titles = [line for line in page.splitlines() if line.startswith("## ")]
+    assert titles[0] == "## Asked and measured"
+    assert page.endswith("## Where a goal is not reached\n\nThe disk was slow.\n")
+    assert "1. nvrx: hung: a | b" in page
+    assert "2023-11-14: 2 × some, 24 GiB" in page
+    plots = {path: path.read_bytes() for path in out.with_suffix("").glob("*.svg")}
+    assert {path.name for path in plots} >= {"stall-gpt-1.svg", "lost.svg", "goodput.svg"}
+    assert all(f"performance/{path.name}" in page for path in plots)
+
+    write_report(results, out)
+    assert {path: path.read_bytes() for path in plots} == plots
+    assert out.read_text() == page
+
+
+def test_page_of_no_records_says_that_nothing_was_measured(tmp_path: Path) -> None:
+    out = tmp_path / "performance.md"
+    write_report(tmp_path / "none.jsonl", out)
+    page = out.read_text()
+    assert "not measured: there is nothing to plot." in page
+    assert "Nothing was written about them yet." in page
