@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from stepfast.storage.base import Store
 from stepfast.storage.download import download
 
 UPLOAD_THREADS = 4
+FILES_AT_ONCE = 2  # each has its chunks uploaded by the same threads; some stores take a file whole, from memory
 READ_THREADS = 16  # for part records, of which a large gang has thousands: each takes the storage's latency
 _STEPS_AWAITED = 8  # commits whose parts are remembered
 _COPY_SECONDS = 60.0
@@ -103,6 +104,7 @@ class JobPersister:
         self._store, self._folder, self._clock = store, folder, clock
         self._spool_folder = spool_folder
         self._uploaders = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stepfast-upload")
+        self._files = ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="stepfast-file")
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stepfast-read")
         self._streams: dict[tuple[int, str, int, str], FileUpload] = {}
         self._parts: dict[tuple[int, str], StepParts] = {}  # the latest asked for last
@@ -124,8 +126,7 @@ class JobPersister:
             return parse_part(self._store.read(join(self._folder, part_path(step, run, node))))
         except ObjectNotFound:
             pass
-        files = [self._upload(step, run, world_size, slot) for slot in slots]
-        files += streamed
+        files = [*self._upload_all(step, run, world_size, slots), *streamed]
         part = Part(
             step=step,
             run=run,
@@ -139,6 +140,12 @@ class JobPersister:
         )
         write_part(self._store, self._folder, part)
         return part
+
+    def _upload_all(self, step: int, run: str, world_size: int, slots: Sequence[SlotRef]) -> list[FileEntry]:
+        """Several files at once: of small ones most of the time goes into waiting for the storage's answers."""
+        uploads = [self._files.submit(self._upload, step, run, world_size, slot) for slot in slots]
+        wait(uploads)  # all of them: what failed is tried again, and two uploads of one file must not meet
+        return [upload.result() for upload in uploads]
 
     def _upload(self, step: int, run: str, world_size: int, slot: SlotRef) -> FileEntry:
         path = data_path(step, run, slot.name, slot.rank, world_size)
@@ -265,6 +272,7 @@ class JobPersister:
             for upload in self._streams.values():
                 upload.abort()
             self._streams.clear()
+        self._files.shutdown(wait=True, cancel_futures=True)
         self._uploaders.shutdown(wait=True, cancel_futures=True)
         self._readers.shutdown(wait=True, cancel_futures=True)
         self._store.close()
