@@ -11,10 +11,12 @@ import argparse
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from benchmarks.cellprocess import Teller
 from benchmarks.machine import PlainCopy
 from benchmarks.peers.base import Peer, Site
@@ -53,7 +55,7 @@ class TrainingLoop:
 
 @dataclass(slots=True)
 class Trainer:
-    """One peer, one state, one loop."""
+    """One peer, one state, one loop; `meet` waits for the other ranks, where there are others."""
 
     peer: Peer
     state: State
@@ -61,6 +63,7 @@ class Trainer:
     limit: PlainCopy | None
     idle_seconds: float
     teller: Teller
+    meet: Callable[[], None] = lambda: None
     _kept: list[int] = field(default_factory=list)
 
     def save_and_follow(self, step: int) -> None:
@@ -69,6 +72,7 @@ class Trainer:
         os.sync()  # what the save before left in the page cache is not this one's to write
         rate = self.loop.train_for(self.idle_seconds)
         plain = self.limit.copy() if self.limit is not None else None
+        self.meet()
         self.teller.tell("save_begins", step=step)
         begin = time.perf_counter()
         is_saved, stall, steps = self._save(step, rate)
@@ -135,7 +139,7 @@ def main() -> None:
     """Saves as it was asked to, and ends."""
     arguments = _arguments()
     torch.set_num_threads(1)
-    teller = Teller()
+    teller, meet = Teller(), _meeting()
     state = state_of(arguments.layout)
     tensors = [tensor for _, tensor in tensors_of(state)]
     teller.tell("built", bytes=size_of(state), tensors=len(tensors))
@@ -149,7 +153,7 @@ def main() -> None:
         limit.copy()
     for _ in range(_WARM_UP_STEPS):
         loop.train_step()
-    trainer = Trainer(peer, state, loop, limit, arguments.idle_seconds, teller)
+    trainer = Trainer(peer, state, loop, limit, arguments.idle_seconds, teller, meet)
     last = arguments.saves
     if arguments.mode == "back-to-back":
         for step in range(1, last + 1):
@@ -162,6 +166,18 @@ def main() -> None:
     peer.close()
     teller.tell("closed")
     os._exit(0)  # what a peer does when the interpreter ends is not measured, and may hang
+
+
+def _meeting() -> Callable[[], None]:
+    """What waits until all ranks are there: under torchrun they are several, and each of them trains for itself."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return lambda: None
+    dist.init_process_group("gloo")
+
+    def meet() -> None:
+        dist.barrier()
+
+    return meet
 
 
 def _arguments() -> Any:

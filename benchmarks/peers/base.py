@@ -26,12 +26,14 @@ class Site:
     key: names the cell on this machine: in process environments, run ids and shared memory.
     size_bytes: of the state's tensors.
     slots: how many copies of the state the peer may keep in memory, where it can be told.
+    ranks: how many training processes there are, each with a state of that size.
     """
 
     folder: Path
     key: str
     size_bytes: int
     slots: int = 3
+    ranks: int = 1
 
     @property
     def storage(self) -> Path:

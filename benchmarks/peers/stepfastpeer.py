@@ -16,7 +16,7 @@ from benchmarks.workload import MIB, State
 from stepfast.nodeclient import NodeClient
 from stepfast.torch import Checkpointer, Saved, every
 
-_JOB = "bench/peers"
+JOB = "bench/peers"
 _SLOTS_WAIT_SECONDS = 60.0
 
 
@@ -29,7 +29,7 @@ class Stepfast(Peer):
     def environment(self) -> dict[str, str]:
         return {
             "STEPFAST_SOCKET": str(self.site.folder / "agent.sock"),
-            "STEPFAST_JOB": _JOB,
+            "STEPFAST_JOB": JOB,
             "STEPFAST_SETTINGS": '{"maxToKeep": 2}',
         }
 
@@ -43,7 +43,7 @@ class Stepfast(Peer):
         shutil.rmtree(self._memory, ignore_errors=True)
 
     def path(self, step: int) -> Path:
-        return self.site.storage / _JOB / f"global_step{step}"
+        return self.site.storage / JOB / f"global_step{step}"
 
     @property
     def _memory(self) -> Path:
@@ -52,7 +52,7 @@ class Stepfast(Peer):
     @property
     def _memory_limit(self) -> int:
         """The agent's own records and each tensor's place in the file take a little beside the tensors."""
-        return self.site.slots * (self.site.size_bytes + self.site.size_bytes // 50 + 8 * MIB)
+        return self.site.ranks * self.site.slots * (self.site.size_bytes + self.site.size_bytes // 50 + 8 * MIB)
 
     def set_up(self, state: State) -> None:
         self._checkpointer = self._open(state)
@@ -63,8 +63,9 @@ class Stepfast(Peer):
 
     def _await_slots(self) -> None:
         client, deadline = NodeClient(os.environ["STEPFAST_SOCKET"]), time.monotonic() + _SLOTS_WAIT_SECONDS
+        expected = self.site.ranks * self.site.slots * self.site.size_bytes
         while time.monotonic() < deadline:
-            if client.status().memory_used_bytes >= self.site.slots * self.site.size_bytes:
+            if client.status().memory_used_bytes >= expected:
                 return
             time.sleep(0.05)
         raise TimeoutError(f"the agent made no {self.site.slots} slots in {_SLOTS_WAIT_SECONDS:.0f} s")
@@ -97,5 +98,13 @@ class Stepfast(Peer):
             raise StepMissing(f"step {restored} was restored")
 
     def _open(self, state: State) -> Checkpointer:
-        os.environ["STEPFAST_RUN"] = f"{self.site.key}-{os.getpid()}"
-        return Checkpointer(state=state, interval=every(steps=10**9), storage_uri=self.site.storage.as_uri())
+        os.environ["STEPFAST_RUN"] = self._run
+        return Checkpointer(state=state, interval=every(steps=10**9), storage_uri=self._storage_uri)
+
+    @property
+    def _run(self) -> str:
+        return f"{self.site.key}-{os.getpid()}"
+
+    @property
+    def _storage_uri(self) -> str:
+        return self.site.storage.as_uri()
