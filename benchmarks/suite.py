@@ -26,13 +26,12 @@ from benchmarks.cells import (
 from benchmarks.ddp import WAYS, measure_gang
 from benchmarks.machine import describe
 from benchmarks.peers.install import install
-from benchmarks.peers.roster import ON_BLOB, PEERS
+from benchmarks.peers.roster import ASYNCHRONOUS, ON_BLOB, PEERS
 from benchmarks.results import RESULTS, add_record
 
 OURS = "stepfast"
 LIMIT = "plain_copy"
 OTHERS = tuple(peer for peer in PEERS if peer not in (OURS, LIMIT, *ON_BLOB))
-ASYNCHRONOUS = ("dcp_async_thread", "dcp_async_process", "dcp_overlapped", "dlrover", "nvrx", "torchsnapshot")
 FORMATS = ("torch_save", "safetensors", "dcp_save", "dlrover", "nvrx", "torchsnapshot")
 """One peer for each way to write and read a file: what restores and damage are about."""
 _OTHERS_BETWEEN = 3

@@ -77,6 +77,7 @@ class Trainer:
         begin = time.perf_counter()
         is_saved, stall, steps = self._save(step, rate)
         returned = time.perf_counter()
+        self.peer.follow(step)
         stamp(self.state, -step)
         stamping = time.perf_counter() - returned
         durations = []

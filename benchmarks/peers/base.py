@@ -104,6 +104,9 @@ class Peer(Protocol):
     def sync_point(self) -> None:
         """Before the state changes, where `overlaps`."""
 
+    def follow(self, step: int) -> None:
+        """The step was saved, and will be waited for: where steps may be given up for newer ones, this one may not."""
+
     def is_persisted(self, step: int) -> bool:
         """Whether the peer calls the step durable by now; asked between training steps, so it must not wait."""
         return True

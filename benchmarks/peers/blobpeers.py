@@ -70,7 +70,6 @@ class StepfastToBlob(Stepfast):
     """Copies into a slot of the agent's; the agent uploads it and commits it."""
 
     title = "Stepfast to Blob Storage"
-    tiers = ("memory",)
 
     @property
     def _run(self) -> str:

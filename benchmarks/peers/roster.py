@@ -25,6 +25,7 @@ _CLASSES = {
     "stepfast_blob": "blobpeers:StepfastToBlob",
 }
 PEERS = tuple(_CLASSES)
+ASYNCHRONOUS = ("dcp_async_thread", "dcp_async_process", "dcp_overlapped", "dlrover", "nvrx", "torchsnapshot")
 ON_BLOB = ("torch_save_blob", "stepfast_blob")
 """Those that need a Blob Storage, which whoever runs the cell starts."""
 

@@ -14,6 +14,7 @@ from benchmarks.peers.base import Peer, StepMissing, Tier
 from benchmarks.workload import MIB, State
 
 from stepfast.nodeclient import NodeClient
+from stepfast.nodestatus import NodeStatus
 from stepfast.torch import Checkpointer, Saved, every
 
 JOB = "bench/peers"
@@ -56,7 +57,10 @@ class Stepfast(Peer):
 
     def set_up(self, state: State) -> None:
         self._checkpointer = self._open(state)
-        self._persisted: set[int] = set()
+        self._saved: Saved | None = None
+        self._persisted = 0  # the newest step that is
+        self._is_watching = False
+        self._followed: set[int] = set()
         self._checkpointer.restore()
         self._checkpointer.step(0)  # tells the agent the size: slots are made while training begins
         self._await_slots()
@@ -71,16 +75,28 @@ class Stepfast(Peer):
         raise TimeoutError(f"the agent made no {self.site.slots} slots in {_SLOTS_WAIT_SECONDS:.0f} s")
 
     def save(self, step: int) -> bool:
-        saved = self._checkpointer.save(step)
-        threading.Thread(target=self._follow, args=(saved,), name=f"persisted-{step}", daemon=True).start()
-        return saved.saved
+        self._saved = self._checkpointer.save(step)
+        return self._saved.saved
 
-    def _follow(self, saved: Saved) -> None:
+    def follow(self, step: int) -> None:
+        assert self._saved is not None
+        self._followed.add(step)
+        threading.Thread(target=self._wait, args=(self._saved,), name=f"persisted-{step}", daemon=True).start()
+
+    def _wait(self, saved: Saved) -> None:
         saved.wait()
-        self._persisted.add(saved.step)
+        self._persisted = max(self._persisted, saved.step)
 
     def is_persisted(self, step: int) -> bool:
-        return step in self._persisted
+        if not self._is_watching and step not in self._followed:
+            self._is_watching = True
+            NodeClient(os.environ["STEPFAST_SOCKET"]).watch(self._take)
+        return step <= self._persisted
+
+    def _take(self, status: NodeStatus) -> None:
+        """What the agent says of steps that nobody waits for."""
+        persisted = [job.latest_persisted_step or 0 for job in status.jobs if job.run == self._run]
+        self._persisted = max([self._persisted, *persisted])
 
     def remove(self, step: int) -> None:
         """The agent keeps the newest two."""
