@@ -7,6 +7,8 @@ disk is as slow as that, and Stepfast takes its turn on it with them.
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import tempfile
 from contextlib import closing
 from dataclasses import replace
@@ -26,7 +28,7 @@ from benchmarks.workload import MIB, size_of, state_of
 
 from stepfast.catalog import committed_steps
 from stepfast.errors import AgentUnavailable
-from stepfast.layout import job_folder
+from stepfast.layout import HISTORIES, job_folder, join
 from stepfast.nodeclient import NodeClient
 from stepfast.step import JobKey
 from stepfast.storage import open_store
@@ -58,12 +60,15 @@ def _measure_to_blob(run: Run, *, azurite: Azurite, container: str, bytes_per_se
     with closing(
         open_store(f"abfs://{container}/jobs", options={"connection_string": azurite.connection_string()})
     ) as store:
-        committed = [found.step for found in committed_steps(store, job_folder(JobKey.parse(JOB)))]
+        folder = job_folder(JobKey.parse(JOB))
+        committed = [found.step for found in committed_steps(store, folder)]
+        rows = csv.DictReader(io.StringIO(store.read(join(folder, HISTORIES)).decode()))
+        fates = {row["global_step"]: row["outcome"] for row in rows}
     newest = max((save["step"] for save in outcome.told("save") if save["is_saved"]), default=None)
     run.add(
         "slow_store", store=f"azurite {AZURITE_VERSION}, in memory", bytes_per_second=bytes_per_second,
         interval_seconds=run.cell.interval_seconds, committed_steps=committed, newest_saved_step=newest,
-        is_newest_committed=newest in committed, **agent.seen(), **told(outcome),
+        is_newest_committed=newest in committed, fates=fates, **agent.seen(), **told(outcome),
     )  # fmt: skip
 
 
