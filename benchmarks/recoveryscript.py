@@ -9,7 +9,7 @@ import argparse
 import os
 import time
 
-from stamps import stamp  # its folder is on the path
+from stamps import stamp  # type: ignore[import-not-found, unused-ignore] # its folder is on the path
 
 STEPS_UNTIL_TRAINED = 30
 _STEP_SECONDS = 0.02

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from stamps import forked_time, stamp
+from stamps import forked_time, stamp  # type: ignore[import-not-found, unused-ignore] # it lies beside this file
 
 _LAUNCHERS = {"stepfast.launcher", "torch.distributed.run"}
 _WATCHED = {"launcher": ("torch", "torch.distributed.run"), "rank": ("torch", "stepfast.torch")}
