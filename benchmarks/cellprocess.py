@@ -42,14 +42,18 @@ class Outcome:
 
 
 class Teller:
-    """The child's side: events as JSON lines on what was its standard output; whatever else prints goes to its log."""
+    """The child's side: events as JSON lines on what was its standard output; whatever else prints goes to its log.
+
+    Where torchrun has started it with others, each event tells its rank.
+    """
 
     def __init__(self) -> None:
+        self._rank = {"rank": int(os.environ["RANK"])} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
         self._file = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
 
     def tell(self, kind: str, **values: Any) -> None:
-        self._file.write(json.dumps({"event": kind, **values}) + "\n")
+        self._file.write(json.dumps({"event": kind, **self._rank, **values}) + "\n")
         self._file.flush()
 
 

@@ -33,12 +33,15 @@ _ROOM_COPIES = 6  # two that are kept, one that is written, one that is being re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One peer at one layout. `slots`: how many copies of the state the peer may keep in memory."""
+    """One peer at one layout. `slots`: how many copies of the state the peer may keep in memory; `ranks`: that each
+    save a state of that layout, together; `work`: the folder that the cell's own folder is made in."""
 
     peer: str
     layout: str
     saves: int = 5
     slots: int = 3
+    ranks: int = 1
+    work: Path = WORK
     idle_seconds: float = 1.0
     interval_seconds: float = 0.3
     time_limit_seconds: float = 300.0
@@ -68,6 +71,7 @@ class Run:
              "--saves", str(saves or cell.saves), "--idle-seconds", str(cell.idle_seconds),
              "--interval-seconds", str(cell.interval_seconds), *more],
             on_event,
+            launcher=launcher_of(cell.ranks),
         )  # fmt: skip
 
     def restore(self, tier: str, step: int, *more: str) -> Outcome:
@@ -88,15 +92,22 @@ class Run:
         cell = self.cell
         record = add_record(
             kind, results=cell.results, peer=cell.peer, title=self.peer.title, layout=cell.layout,
-            size_bytes=self.site.size_bytes, slots=cell.slots, **values,
+            size_bytes=self.site.size_bytes, slots=cell.slots, ranks=cell.ranks, **values,
         )  # fmt: skip
         print(json.dumps(record))
+
+
+def launcher_of(ranks: int) -> tuple[str, ...]:
+    """Python's options before a module that so many processes run, together where they are several."""
+    if ranks == 1:
+        return ("-m",)
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--module")
 
 
 P = ParamSpec("P")
 
 
-def _measuring(
+def measuring(
     kind: str,
 ) -> Callable[[Callable[Concatenate[Run, P], None]], Callable[Concatenate[Cell, P], None]]:
     """Makes what measures a run with its helper into what measures a cell: a failure on the way is a record."""
@@ -105,8 +116,10 @@ def _measuring(
         @wraps(measure)
         def measure_cell(cell: Cell, /, *arguments: P.args, **named: P.kwargs) -> None:
             size = size_of(state_of(cell.layout))
-            with Workplace(WORK, cell.time_limit_seconds) as workplace:
-                site = Site(folder=workplace.folder, key=workplace.key, size_bytes=size, slots=cell.slots)
+            with Workplace(cell.work, cell.time_limit_seconds) as workplace:
+                site = Site(
+                    folder=workplace.folder, key=workplace.key, size_bytes=size, slots=cell.slots, ranks=cell.ranks
+                )
                 site.storage.mkdir()
                 peer = peer_class(cell.peer)(site)
                 run = Run(cell, workplace, peer, site)
@@ -128,16 +141,16 @@ def _measuring(
     return decorate
 
 
-@_measuring("save")
+@measuring("save")
 def measure_saves(run: Run) -> None:
     """Stall, persist time and training time lost of saves that are each followed to the end."""
-    follower = _OtherWork(run.workplace)
+    follower = OtherWork(run.workplace)
     more = ["--direct-write"] if _can_write_directly(run) else []
     outcome = run.train("follow", *more, on_event=follower.hear)
-    run.add("save", **_told(outcome), other_processors=follower.others)
+    run.add("save", **told(outcome), other_processors=follower.others)
 
 
-@_measuring("back_to_back")
+@measuring("back_to_back")
 def measure_back_to_back(run: Run) -> None:
     """Stall of saves that come while the ones before them are still being persisted."""
     outcome = run.train("back-to-back")
@@ -147,11 +160,11 @@ def measure_back_to_back(run: Run) -> None:
         interval_seconds=run.cell.interval_seconds,
         skipped=sum(not save["is_saved"] for save in saves),
         blocked=_blocked(saves),
-        **_told(outcome),
+        **told(outcome),
     )
 
 
-@_measuring("memory")
+@measuring("memory")
 def measure_memory(run: Run) -> None:
     """Peaks of memory over a run of saves without the plain copy's buffer."""
     peaks: list[MemoryPeaks] = []
@@ -165,7 +178,7 @@ def measure_memory(run: Run) -> None:
     run.add("memory", status=outcome.status, error=outcome.error, saves=len(outcome.told("save")), **found)
 
 
-@_measuring("restore")
+@measuring("restore")
 def measure_restores(run: Run, repeats: int = 3) -> None:
     """Restores in new processes: from memory, then (memory cleared) from disk, warm and cold."""
     trained = run.train("follow", "--no-limit", saves=2)
@@ -179,7 +192,7 @@ def measure_restores(run: Run, repeats: int = 3) -> None:
             _add_restore(run, tier, run.restore(tier, 2))
 
 
-@_measuring("kill")
+@measuring("kill")
 def measure_kill(run: Run, wait_seconds: float = 10.0, *, kill_helper: bool = False) -> None:
     """SIGKILL of the trainer when its last save has returned: which tiers still have that step?
 
@@ -206,7 +219,7 @@ def measure_kill(run: Run, wait_seconds: float = 10.0, *, kill_helper: bool = Fa
         )  # fmt: skip
 
 
-@_measuring("corrupt")
+@measuring("corrupt")
 def measure_corruption(run: Run) -> None:
     """One byte of the largest file is flipped: does the restore say so?"""
     trained = run.train("follow", "--no-limit", saves=1)
@@ -227,7 +240,7 @@ def measure_corruption(run: Run) -> None:
     )  # fmt: skip
 
 
-class _OtherWork:
+class OtherWork:
     """How many processors the rest of the machine used during each save, from its begin to its persistence."""
 
     def __init__(self, workplace: Workplace) -> None:
@@ -252,7 +265,7 @@ def _can_write_directly(run: Run) -> bool:
     return run.cell.peer in WRITTEN_DIRECTLY and free > _ROOM_COPIES * run.site.size_bytes
 
 
-def _told(outcome: Outcome) -> dict[str, Any]:
+def told(outcome: Outcome) -> dict[str, Any]:
     """What a trainer told, as fields of a record."""
     fields = [{name: value for name, value in save.items() if name != "event"} for save in outcome.told("save")]
     built = next(iter(outcome.told("built")), {})

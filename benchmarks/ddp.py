@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.agentprocess import agent_command, is_answering
 from benchmarks.cellprocess import Workplace
-from benchmarks.cells import WORK
+from benchmarks.cells import WORK, launcher_of
 from benchmarks.results import RESULTS, add_record
 from benchmarks.workload import MIB, size_of, state_of
 
@@ -37,7 +37,7 @@ def measure_gang(
         outcome = workplace.run(
             "ddprank",
             ["--way", way, "--layout", layout, "--storage", str(storage), "--saves", str(saves)],
-            launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--module"),
+            launcher=launcher_of(ranks),
         )
         told = [{name: value for name, value in save.items() if name != "event"} for save in outcome.told("save")]
         record = add_record(

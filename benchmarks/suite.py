@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from benchmarks import blob, headline, load, slowstore
+from benchmarks.blob import measure_uploads
 from benchmarks.cells import (
     Cell,
     measure_back_to_back,
@@ -24,15 +26,18 @@ from benchmarks.cells import (
     measure_saves,
 )
 from benchmarks.ddp import WAYS, measure_gang
+from benchmarks.headline import measure_headline
+from benchmarks.load import Load, measure_load
 from benchmarks.machine import describe
 from benchmarks.peers.install import install
-from benchmarks.peers.roster import PEERS
+from benchmarks.peers.roster import ASYNCHRONOUS, ON_BLOB, PEERS
+from benchmarks.recovery import measure_recoveries
 from benchmarks.results import RESULTS, add_record
+from benchmarks.slowstore import measure_slow_blob, measure_slow_disk
 
 OURS = "stepfast"
 LIMIT = "plain_copy"
-OTHERS = tuple(peer for peer in PEERS if peer not in (OURS, LIMIT))
-ASYNCHRONOUS = ("dcp_async_thread", "dcp_async_process", "dcp_overlapped", "dlrover", "nvrx", "torchsnapshot")
+OTHERS = tuple(peer for peer in PEERS if peer not in (OURS, LIMIT, *ON_BLOB))
 FORMATS = ("torch_save", "safetensors", "dcp_save", "dlrover", "nvrx", "torchsnapshot")
 """One peer for each way to write and read a file: what restores and damage are about."""
 _OTHERS_BETWEEN = 3
@@ -48,6 +53,11 @@ class Plan:
     corruption: Cell
     gang_layout: str
     repeats: int
+    blob_sizes: Sequence[int]
+    headline: Sequence[Cell]
+    slow_store: Cell
+    slow_store_bytes_per_second: int
+    load: Load
 
 
 _GIB_1 = Cell(peer=OURS, layout="gpt:1", saves=6)
@@ -62,6 +72,11 @@ FULL = Plan(
     corruption=replace(_GIB_1, layout="gpt:0.06"),
     gang_layout="gpt:0.25",
     repeats=3,
+    blob_sizes=blob.SIZES,
+    headline=headline.CELLS,
+    slow_store=slowstore.CELL,
+    slow_store_bytes_per_second=slowstore.BYTES_PER_SECOND,
+    load=Load(),
 )
 _TINY = Cell(peer=OURS, layout="gpt:0.06", saves=3, time_limit_seconds=120)
 QUICK = Plan(
@@ -71,9 +86,17 @@ QUICK = Plan(
     corruption=_TINY,
     gang_layout="gpt:0.03",
     repeats=1,
+    blob_sizes=blob.QUICK_SIZES,
+    headline=headline.QUICK_CELLS,
+    slow_store=slowstore.QUICK_CELL,
+    slow_store_bytes_per_second=slowstore.QUICK_BYTES_PER_SECOND,
+    load=load.QUICK,
 )
 
-KINDS = ("save", "back_to_back", "memory", "restore", "kill", "corrupt", "ddp")
+KINDS = (
+    "save", "back_to_back", "memory", "restore", "kill", "corrupt", "ddp", "blob", "headline", "slow_store", "load",
+    "recovery",
+)  # fmt: skip
 
 
 def measurements(plan: Plan, results: Path) -> Iterator[tuple[str, str, Callable[[], None]]]:
@@ -96,6 +119,20 @@ def measurements(plan: Plan, results: Path) -> Iterator[tuple[str, str, Callable
     yield from of("corrupt", measure_corruption, plan.corruption, (OURS, *FORMATS))
     for way in WAYS:
         yield "ddp", way, partial(measure_gang, way, plan.gang_layout, results=results)
+    yield from _on_blob(plan, results)
+    for ranks in (1, 2):
+        yield "recovery", OURS, partial(measure_recoveries, ranks, 2 * plan.repeats, results)
+
+
+def _on_blob(plan: Plan, results: Path) -> Iterator[_Entry]:
+    """What a Blob Storage takes part in. Each measures all of its ways by itself."""
+    yield "blob", OURS, partial(measure_uploads, plan.blob_sizes, plan.repeats, results)
+    for cell in headline.cells(plan.headline, rounds=1 if plan.repeats == 1 else 2):
+        yield "headline", cell.peer, partial(measure_headline, replace(cell, results=results))
+    slow, rate = replace(plan.slow_store, results=results), plan.slow_store_bytes_per_second
+    yield "slow_store", slow.peer, partial(measure_slow_blob, slow, rate)
+    yield "slow_store", OURS, partial(measure_slow_disk, slow, rate)
+    yield "load", OURS, partial(measure_load, plan.load, results)
 
 
 _Entry = tuple[str, str, Callable[[], None]]

@@ -13,11 +13,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from benchmarks.cellprocess import Teller
 from benchmarks.machine import PlainCopy
 from benchmarks.peers.base import Peer, Site
@@ -56,7 +58,7 @@ class TrainingLoop:
 
 @dataclass(slots=True)
 class Trainer:
-    """One peer, one state, one loop."""
+    """One peer, one state, one loop; `meet` waits for the other ranks, where there are others."""
 
     peer: Peer
     state: State
@@ -64,6 +66,7 @@ class Trainer:
     limit: PlainCopy | None
     idle_seconds: float
     teller: Teller
+    meet: Callable[[], None] = lambda: None
     direct_folder: Path | None = None
     _kept: list[int] = field(default_factory=list)
 
@@ -74,10 +77,12 @@ class Trainer:
         os.sync()  # what the save before left in the page cache is not this one's to write
         rate = self.loop.train_for(self.idle_seconds)
         plain = self.limit.copy() if self.limit is not None else None
+        self.meet()
         self.teller.tell("save_begins", step=step)
         begin = time.perf_counter()
         is_saved, stall, steps = self._save(step, rate)
         returned = time.perf_counter()
+        self.peer.follow(step)
         stamp(self.state, -step)
         stamping = time.perf_counter() - returned
         durations = []
@@ -151,7 +156,7 @@ def main() -> None:
     """Saves as it was asked to, and ends."""
     arguments = _arguments()
     torch.set_num_threads(1)
-    teller = Teller()
+    teller, meet = Teller(), _meeting()
     state = state_of(arguments.layout)
     tensors = [tensor for _, tensor in tensors_of(state)]
     teller.tell("built", bytes=size_of(state), tensors=len(tensors))
@@ -167,7 +172,7 @@ def main() -> None:
     for _ in range(_WARM_UP_STEPS):
         loop.train_step()
     direct_folder = site.folder if arguments.direct_write else None
-    trainer = Trainer(peer, state, loop, limit, arguments.idle_seconds, teller, direct_folder)
+    trainer = Trainer(peer, state, loop, limit, arguments.idle_seconds, teller, meet, direct_folder)
     last = arguments.saves
     if arguments.mode == "back-to-back":
         for step in range(1, last + 1):
@@ -180,6 +185,18 @@ def main() -> None:
     peer.close()
     teller.tell("closed")
     os._exit(0)  # what a peer does when the interpreter ends is not measured, and may hang
+
+
+def _meeting() -> Callable[[], None]:
+    """What waits until all ranks are there: under torchrun they are several, and each of them trains for itself."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return lambda: None
+    dist.init_process_group("gloo")
+
+    def meet() -> None:
+        dist.barrier()
+
+    return meet
 
 
 def _arguments() -> Any:

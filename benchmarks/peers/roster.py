@@ -21,8 +21,13 @@ _CLASSES = {
     "nvrx": "nvrx:NvrxShared",
     "torchsnapshot": "torchsnapshot:TorchSnapshotAsync",
     "plain_copy": "plaincopy:PlainCopyPeer",
+    "torch_save_blob": "blobpeers:TorchSaveToBlob",
+    "stepfast_blob": "blobpeers:StepfastToBlob",
 }
 PEERS = tuple(_CLASSES)
+ASYNCHRONOUS = ("dcp_async_thread", "dcp_async_process", "dcp_overlapped", "dlrover", "nvrx", "torchsnapshot")
+ON_BLOB = ("torch_save_blob", "stepfast_blob")
+"""Those that need a Blob Storage, which whoever runs the cell starts."""
 
 
 def peer_class(name: str) -> type[Peer]:

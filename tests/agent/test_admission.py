@@ -175,8 +175,20 @@ def test_steps_that_the_whole_gang_has_overtaken_are_dropped(
         (report(step=20, slots=2, unpersisted=(10, 20)), (), False),
         (report(step=20, slots=2, unpersisted=(10, 20)), (10,), True),
         (report(step=30, slots=3, unpersisted=(10, 20)), (), True),
+        (report(step=30, slots=3, unpersisted=(10,), waited=(10, 20, 30)), (), False),
+        (report(step=30, slots=3, unpersisted=(10,), waited=(10, 20)), (), True),
     ],
-    ids=["no-agent", "empty", "persisted", "one-slot-due", "two-due", "one-dropped", "newest-persisted"],
+    ids=[
+        "no-agent",
+        "empty",
+        "persisted",
+        "one-slot-due",
+        "two-due",
+        "one-dropped",
+        "newest-persisted",
+        "all-waited-for",
+        "newest-waited-for-by-nobody",
+    ],
 )
 def test_rank_has_room_when_a_slot_is_free_of_what_must_be_persisted(
     held: RankReport, drop: tuple[int, ...], room: bool

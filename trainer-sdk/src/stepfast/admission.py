@@ -206,10 +206,10 @@ def has_room(report: RankReport, drop: Sequence[int]) -> bool:
     """Whether the rank has a slot for the next save without waiting."""
     if report.slots == 0:
         return True
-    held = {step for step in report.unpersisted if step not in drop} | (
-        {report.step} if report.step is not None else set()
-    )
-    newest_is_safe = report.step is not None and report.step not in report.unpersisted
+    # A step that was staged to stay in memory alone has to be persisted, too, once somebody waits for it.
+    unpersisted = {*report.unpersisted, *report.waited}
+    held = {step for step in unpersisted if step not in drop} | ({report.step} if report.step is not None else set())
+    newest_is_safe = report.step is not None and report.step not in unpersisted
     return len(held) - newest_is_safe < report.slots
 
 

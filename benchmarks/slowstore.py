@@ -1,0 +1,141 @@
+"""Saves that come faster than the storage takes them: `python -m benchmarks.slowstore [--quick]`.
+
+Stepfast saves to Azurite behind a link that lets so many bytes a second through. For peers that know disks alone, the
+disk is as slow as that, and Stepfast takes its turn on it with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import tempfile
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.azurite import AZURITE_VERSION, Azurite, running_azurite
+from benchmarks.cellprocess import Event
+from benchmarks.cells import WORK, Cell, Run, measuring, told
+from benchmarks.peers.blobpeers import new_container
+from benchmarks.peers.roster import ASYNCHRONOUS
+from benchmarks.peers.stepfastpeer import JOB
+from benchmarks.results import RESULTS, add_record
+from benchmarks.slowdisk import slow_disk, unlimited_reason
+from benchmarks.slowlink import slow_link
+from benchmarks.workload import MIB, size_of, state_of
+
+from stepfast.catalog import committed_steps
+from stepfast.errors import AgentUnavailable
+from stepfast.layout import HISTORIES, job_folder, join
+from stepfast.nodeclient import NodeClient
+from stepfast.step import JobKey
+from stepfast.storage import open_store
+
+CELL = Cell(peer="stepfast_blob", layout="gpt:0.125", saves=24, interval_seconds=0.5, time_limit_seconds=300)
+QUICK_CELL = replace(CELL, layout="gpt:0.03", saves=6, time_limit_seconds=90)
+BYTES_PER_SECOND = 32 * MIB  # a 128 MiB state takes four seconds
+QUICK_BYTES_PER_SECOND = 16 * MIB
+PEERS_ON_DISK = ("stepfast", *ASYNCHRONOUS)
+_FILES_KEPT = 6  # steps that a disk has room for, at least
+
+
+def measure_slow_blob(cell: Cell, bytes_per_second: int) -> None:
+    """Adds a `slow_store` record of saves to Azurite behind a slow link, and of what was committed in the end."""
+    with tempfile.TemporaryDirectory(prefix="bench-azurite-") as folder:
+        with (
+            running_azurite(Path(folder)) as azurite,
+            slow_link(azurite.port, bytes_per_second=bytes_per_second) as link,
+            new_container(azurite, link.port) as container,
+        ):
+            _measure_to_blob(cell, azurite=azurite, container=container, bytes_per_second=bytes_per_second)
+
+
+@measuring("slow_store")
+def _measure_to_blob(run: Run, *, azurite: Azurite, container: str, bytes_per_second: int) -> None:
+    agent = _AgentSeen(run)
+    outcome = run.train("back-to-back", on_event=agent.hear)
+    agent.look()
+    with closing(
+        open_store(f"abfs://{container}/jobs", options={"connection_string": azurite.connection_string()})
+    ) as store:
+        folder = job_folder(JobKey.parse(JOB))
+        committed = [found.step for found in committed_steps(store, folder)]
+        rows = csv.DictReader(io.StringIO(store.read(join(folder, HISTORIES)).decode()))
+        fates = {row["global_step"]: row["outcome"] for row in rows}
+    newest = max((save["step"] for save in outcome.told("save") if save["is_saved"]), default=None)
+    run.add(
+        "slow_store", store=f"azurite {AZURITE_VERSION}, in memory", bytes_per_second=bytes_per_second,
+        interval_seconds=run.cell.interval_seconds, committed_steps=committed, newest_saved_step=newest,
+        is_newest_committed=newest in committed, fates=fates, **agent.seen(), **told(outcome),
+    )  # fmt: skip
+
+
+class _AgentSeen:
+    """What the agent says of the job's saves, asked after each of them."""
+
+    def __init__(self, run: Run) -> None:
+        self._client = NodeClient(str(run.site.folder / "agent.sock"))
+        self._waits: set[float] = set()
+        self._counts: dict[str, int] = {}
+
+    def hear(self, event: Event) -> None:
+        if event["event"] == "save":
+            self.look()
+
+    def look(self) -> None:
+        try:
+            jobs = self._client.status().jobs
+        except AgentUnavailable:
+            return
+        for job in jobs:
+            saves = job.saves
+            self._counts = {"agent_saves": saves.count, "skipped": saves.skipped, "dropped": saves.dropped}
+            self._waits |= {rank.waited_time for rank in job.ranks if rank.waited_time is not None}
+
+    def seen(self) -> dict[str, Any]:
+        return {**self._counts, "waited": len(self._waits)}
+
+
+def measure_slow_disk(cell: Cell, bytes_per_second: int) -> None:
+    """Adds `slow_store` records of this project's saves and its peers' to a slow disk; or one that says why not."""
+    if reason := unlimited_reason():
+        add_record("slow_store", results=cell.results, peer="", store="disk", status="missing", error=reason)
+        return
+    size = _FILES_KEPT * size_of(state_of(cell.layout)) * 2 + 64 * MIB
+    for peer in PEERS_ON_DISK:
+        try:
+            with slow_disk(WORK, size, bytes_per_second) as folder:
+                _measure_to_disk(replace(cell, peer=peer, work=folder), bytes_per_second=bytes_per_second)
+        except OSError as error:
+            add_record("slow_store", results=cell.results, peer=peer, store="disk", status="failed", error=str(error))
+
+
+@measuring("slow_store")
+def _measure_to_disk(run: Run, *, bytes_per_second: int) -> None:
+    outcome = run.train("back-to-back")
+    run.add(
+        "slow_store", store="disk", bytes_per_second=bytes_per_second, interval_seconds=run.cell.interval_seconds,
+        **told(outcome),
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Measures both stores."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="32 MiB, few saves")
+    parser.add_argument("--store", choices=("blob", "disk"), action="append", help="repeatable (default: both)")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    cell = replace(QUICK_CELL if arguments.quick else CELL, results=arguments.results)
+    rate = QUICK_BYTES_PER_SECOND if arguments.quick else BYTES_PER_SECOND
+    stores = arguments.store or ("blob", "disk")
+    if "blob" in stores:
+        measure_slow_blob(cell, rate)
+    if "disk" in stores:
+        measure_slow_disk(cell, rate)
+
+
+if __name__ == "__main__":
+    main()
