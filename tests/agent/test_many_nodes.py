@@ -76,6 +76,23 @@ def test_others_read_nothing_while_a_file_is_missing(store: Counting) -> None:
     assert commit(store, is_eager=False)
 
 
+def test_who_wrote_all_parts_commits_without_looking_and_never_over_another_manifest(store: Counting) -> None:
+    seen = StepParts(store, FOLDER, STEP, RUN)  # type: ignore[arg-type]  # counts
+    for node in range(NODES):
+        assert not commit(store, seen)
+        store.reads.clear()
+        written = write_part(store, FOLDER, write_file(store, node))  # type: ignore[arg-type]  # counts
+        assert written is not None
+        seen.note(written)
+    assert write_part(store, FOLDER, write_file(store, 0)) is None  # type: ignore[arg-type]  # a part stays
+    assert commit(store, seen)
+    assert not store.reads
+
+    committed = store.store.read(f"{FOLDER}/global_step5/manifest.json")
+    assert commit(store, seen)
+    assert store.store.read(f"{FOLDER}/global_step5/manifest.json") == committed
+
+
 @pytest.mark.parametrize(
     ("node", "seconds"), [(0, 5.0), (1, 5.0), (2, 10.0), (3, 10.0), (4, 20.0), (31, 80.0), (9999, 600.0)]
 )

@@ -138,7 +138,12 @@ class JobPersister:
             persisted_time=self._clock(),
             replicated=replicated,
         )
-        write_part(self._store, self._folder, part)
+        seen = write_part(self._store, self._folder, part)
+        if seen is not None:
+            with self._lock:
+                parts = self._parts.setdefault((step, run), StepParts(self._store, self._folder, step, run))
+                parts.note(seen)
+                self._forget_old_parts()
         return part
 
     def _upload_all(self, step: int, run: str, world_size: int, slots: Sequence[SlotRef]) -> list[FileEntry]:
@@ -220,9 +225,12 @@ class JobPersister:
         if manifest is None:
             with self._lock:
                 self._parts[(step, run)] = parts
-                while len(self._parts) > _STEPS_AWAITED:
-                    del self._parts[next(iter(self._parts))]
+                self._forget_old_parts()
         return manifest
+
+    def _forget_old_parts(self) -> None:
+        while len(self._parts) > _STEPS_AWAITED:
+            del self._parts[next(iter(self._parts))]
 
     def supersede_after(self, *, step: int, run: str) -> list[int]:
         """Rolls back to the step from which `run` goes on; returns the superseded ones. Raises StorageError."""

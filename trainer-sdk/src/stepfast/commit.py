@@ -90,9 +90,10 @@ class FileUpload:
         self._upload.abort()
 
 
-def write_part(store: Store, folder: str, part: Part) -> None:
-    """Makes the part record exist. A part that is already there stays: its files are whole and named by it."""
-    store.create(join(folder, part.path), part.to_bytes())
+def write_part(store: Store, folder: str, part: Part) -> PartSeen | None:
+    """Makes the part record exist. A part that is already there stays (None): its files are whole and named by it."""
+    record = part.to_bytes()
+    return see_part(part, record) if store.create(join(folder, part.path), record) else None
 
 
 def read_manifest(store: Store, folder: str, step: int) -> Manifest | None:
@@ -113,12 +114,25 @@ class StepParts:
         self._store, self._folder, self._step, self._run = store, folder, step, run
         self._seen: dict[str, PartSeen] = {}
 
+    def note(self, part: PartSeen) -> None:
+        """A part that was written here need not be looked for."""
+        self._seen[part.ref.path.rpartition("/")[2]] = part
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether what was seen names every rank."""
+        seen = self._seen.values()
+        named = {rank for part in seen for rank in part.ref.ranks}
+        return bool(seen) and len(named) == next(iter(seen)).world_size
+
     def look(self, *, is_eager: bool = True, executor: Executor | None = None) -> Collection[PartSeen]:
         """Lists the step's folder and reads the parts that are new, with an executor several at once.
 
         Unless eager, nothing is read while a rank's file is missing: then no part names it, and the step is not whole.
         Raises StorageError, RecordInvalid.
         """
+        if self.are_complete:
+            return self._seen.values()
         names = [entry.name for entry in self._store.list(join(self._folder, step_folder(self._step)))]
         kinds = [(name, classify(name)) for name in names]
         mine = [(name, kind.kind) for name, kind in kinds if kind.run == self._run]
@@ -155,9 +169,10 @@ def try_commit(
     seen of them before; `is_eager` and `executor`: see `StepParts.look`.
     Raises StorageError, and RecordInvalid for a damaged record.
     """
-    if (existing := read_manifest(store, folder, step)) is not None:
-        return existing
     parts = parts or StepParts(store, folder, step, run)
+    # With all parts at hand there is nothing to ask first: a manifest that is there is not written over.
+    if not parts.are_complete and (existing := read_manifest(store, folder, step)) is not None:
+        return existing
     manifest = manifest_of_seen(parts.look(is_eager=is_eager, executor=executor))
     if manifest is None:
         return None
