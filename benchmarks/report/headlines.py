@@ -2,7 +2,8 @@
 
 A `headline` record is of one peer, one size of a rank's state (`size_bytes`) and a number of `ranks`; each of its
 `saves` is one rank's. What a gang stands still, or loses, is what its slowest rank does; each record's first step is
-left out.
+left out. Nobody loses less than the stall: where training went faster after a save than just before it, the machine
+was disturbed, and the stall is what counts.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ Place: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Medians, of so many saves."""
+    """Medians, of so many saves; in `raised` of them less than the stall was lost."""
 
     lost_seconds: float
     stall_seconds: float
     count: int
+    raised: int
 
 
 def costs_of(found: Measurements) -> Mapping[Place, Mapping[str, Cost]]:
@@ -88,6 +90,12 @@ def table(found: Measurements) -> list[str]:
         f"Ours over {what}: {words}." for what, places in (("sizes, on one rank", _over_sizes(costs)),
         ("ranks, at one size", _over_ranks(costs))) if (words := _flatness(costs, places))
     ]  # fmt: skip
+    ours = [by_peer[OURS] for by_peer in costs.values() if OURS in by_peer]
+    if raised := sum(cost.raised for cost in ours):
+        flat.append(
+            f"In {raised} of {sum(cost.count for cost in ours)} saves of ours training went faster after the save than "
+            "just before it, so less than the stall seemed lost; they count with their stall."
+        )
     rows = [_row(place, by_peer) for place, by_peer in costs.items()]
     return [*markdown.table(HEADER, rows), *(line for words in flat for line in ("", words)), *notes]
 
@@ -143,11 +151,13 @@ def _named(place: Place) -> str:
 
 def _cost(records: Sequence[Record]) -> Cost | None:
     gangs = [gang for one in records for gang in _steps(one)[1:] if all(save["is_saved"] for save in gang)]
-    lost = middle([max(save["lost_seconds"] for save in gang) for gang in gangs])
-    stall = middle([max(save["stall_seconds"] for save in gang) for gang in gangs])
+    stalls = [max(save["stall_seconds"] for save in gang) for gang in gangs]
+    told = [max(save["lost_seconds"] for save in gang) for gang in gangs]
+    lost, stall = middle([max(pair) for pair in zip(told, stalls, strict=True)]), middle(stalls)
     if lost is None or stall is None:
         return None
-    return Cost(lost_seconds=lost, stall_seconds=stall, count=len(gangs))
+    raised = sum(less < least for less, least in zip(told, stalls, strict=True))
+    return Cost(lost_seconds=lost, stall_seconds=stall, count=len(gangs), raised=raised)
 
 
 def _steps(record: Record) -> list[list[Save]]:

@@ -88,8 +88,8 @@ _UPLOADS = (
 )
 _HEADLINE = (
     "torch.save into adlfs beside Stepfast, each rank with a state of its own. What a gang loses is what its slowest "
-    "rank does; medians without the first save; per GiB of one rank's state. Azurite takes its processor time from "
-    "the same machine, while Stepfast persists from the training too, as no real service would."
+    "rank does; medians without the first save; per GiB of one rank's state. Azurite runs on the same "
+    "processors: what it takes of them while Stepfast persists counts as lost, as no real service's would."
 )
 _LOAD = (
     "One agent; all jobs store in one Azurite, which for phases of equal length never answers the first of them. "

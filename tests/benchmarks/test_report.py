@@ -177,6 +177,14 @@ def test_headline_table_says_how_flat_it_is() -> None:
     assert lines == {"stepfast": [(0.5, 0.1), (1.0, 0.3)]}
 
 
+def test_headline_counts_no_less_than_the_stall() -> None:
+    record = a_headline("stepfast_blob", 0.5)
+    disturbed = {**record, "saves": [{**save, "lost_seconds": -30.0} for save in record["saves"]]}
+    (cost,) = (by_peer["stepfast_blob"] for by_peer in headlines.costs_of(select([disturbed])).values())
+    assert (cost.lost_seconds, cost.raised, cost.count) == (0.5, 2, 2)
+    assert headlines.table(select([disturbed]))[-1].startswith("In 2 of 2 saves of ours training went faster")
+
+
 def a_recovery(way: str, seconds: float, *, ranks: int = 1, **more: Any) -> Record:
     moments = {"rank: forked": 0.1, "rank: the first step is done": seconds}
     return {"kind": "recovery", "way": way, "ranks": ranks, "seconds": seconds, "moments": moments, **more}
