@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 
-.PHONY: venv demo test test-cluster programs images check lint bench bench-quick simulate bench-cluster chaos constraints crds protos reference clean
+.PHONY: venv demo test test-cluster programs images check lint bench bench-core bench-quick simulate bench-cluster chaos constraints crds protos reference clean
 
 venv: $(READY)
 
@@ -54,6 +54,12 @@ lint: venv
 # All that docs/performance.md says, measured again beside its peers and limits: hours. Root drops caches for cold reads.
 bench: venv
 	$(BIN)/python -m benchmarks.suite
+	$(BIN)/python -m benchmarks.simulation
+	$(BIN)/python -m benchmarks.report
+
+# The main cells alone, beside the strongest peers: about half an hour.
+bench-core: venv
+	$(BIN)/python -m benchmarks.suite --core
 	$(BIN)/python -m benchmarks.simulation
 	$(BIN)/python -m benchmarks.report
 

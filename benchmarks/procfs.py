@@ -55,6 +55,15 @@ def anonymous_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
+def proportional_bytes(pid: int) -> int:
+    """Its memory, of what it shares with others its part (Pss); 0 when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
 def shared_memory_bytes() -> int:
     """Shared memory and tmpfs of the whole machine."""
     lines = Path("/proc/meminfo").read_text().splitlines()

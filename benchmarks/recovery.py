@@ -1,7 +1,8 @@
 """From the death of a rank to the first new step, on one machine: `python -m benchmarks.recovery [--quick]`.
 
 A rank of a `stepfast run` is killed, of one job after the other. Beside each recovery stands the limit: the same script
-without any of ours, from nothing to its first step, under a bare Python and under torchrun.
+without any of ours, from nothing to its first step, under a bare Python and under torchrun. Once training goes on, it
+is measured what memory the launcher takes that waits for the next recovery.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.cells import WORK
+from benchmarks.procfs import command_of, families, processor_seconds, proportional_bytes
 from benchmarks.results import RESULTS, add_record
 
 _HERE = Path(__file__).parent
 _SCRIPT = _HERE / "recoveryscript.py"
 _PATIENCE_SECONDS = 60.0
+_SETTLED_SECONDS = 1.0
 _LEDGER = ("failureTime", "detectedTime", "flushedTime", "launchedTime", "restoredTime", "resumedTime")
 _OF_LAUNCHER = ("forked", "python is there", "torch: import begins", "torch: imported",
                 "torch.distributed.run: imported")  # fmt: skip
@@ -102,6 +105,23 @@ class Job:
         self._wait(lambda: self.stamps.have("the first step is done", self.ranks, attempt + 1), "it trains again")
         return killed
 
+    def standby_pss_bytes(self) -> int | None:
+        """Memory of the launcher that waits beside the training, once it is idle; None where none waits."""
+        deadline, before, idle_since = time.monotonic() + _PATIENCE_SECONDS, -1.0, time.monotonic()
+        while (now := time.monotonic()) < deadline and self._process.poll() is None:
+            waiting = self._waiting_launchers()
+            if (taken := processor_seconds(waiting)) != before:
+                before, idle_since = taken, now
+            elif waiting and now - idle_since >= _SETTLED_SECONDS:
+                return sum(map(proportional_bytes, waiting))
+            time.sleep(0.1)
+        return None
+
+    def _waiting_launchers(self) -> list[int]:
+        """One that was given its order has the gang for children."""
+        mine = [pid for pid in families([self._process.pid]) if "stepfast.standby" in command_of(pid)]
+        return [pid for pid in mine if families([pid]) == {pid}]
+
     def recoveries(self) -> list[Mapping[str, Any]]:
         """The ledger's own, once the job is over."""
         summary = json.loads((self._folder / "summary.json").read_text())
@@ -118,33 +138,55 @@ class Job:
 
 def measure_recoveries(ranks: int, repeats: int, results: Path = RESULTS) -> None:
     """Adds a `recovery` record for each kill (`way`: stepfast) and for each limit beside it (python, torchrun)."""
+    try:
+        _measure_in_turns(ranks, repeats, results)
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        add_record("recovery", results=results, ranks=ranks, status="failed", error=str(error))
+        print(f"recovery, {ranks} rank(s): {error}")
+
+
+def _measure_in_turns(ranks: int, repeats: int, results: Path) -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="recovery-", dir=WORK)).absolute()
     moments: list[dict[str, float]] = []
+    standby: list[int | None] = []
     limits: list[tuple[str, dict[str, float]]] = []
     try:
         for turn in range(repeats):
-            moments.append(_recover(folder / f"job-{turn}", ranks))
+            found, waiting = _recover(folder / f"job-{turn}", ranks)
+            moments.append(found)
+            standby.append(waiting)
             limits.append(("python", _time_bare(Stamps(folder / f"python-{turn}"), ranks)))
             limits.append(("torchrun", _time_torchrun(Stamps(folder / f"torchrun-{turn}"), ranks)))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for way, found in (*(("stepfast", each) for each in moments), *limits):
-        add_record("recovery", results=results, way=way, ranks=ranks, seconds=max(found.values()), moments=found)
+    for found, waiting in zip(moments, standby, strict=True):
+        _add(results, "stepfast", ranks, found, standby_pss_bytes=waiting)
+    for way, found in limits:
+        _add(results, way, ranks, found)
     _print(ranks, moments, limits)
 
 
-def _recover(folder: Path, ranks: int) -> dict[str, float]:
-    """Seconds after the kill: the ledger's times, the new launcher's, and of each rank's the latest."""
+def _add(results: Path, way: str, ranks: int, moments: Mapping[str, float], **more: Any) -> None:
+    seconds = max(moments.values())
+    add_record("recovery", results=results, way=way, ranks=ranks, seconds=seconds, moments=moments, **more)
+
+
+def _recover(folder: Path, ranks: int) -> tuple[dict[str, float], int | None]:
+    """Seconds after the kill: the ledger's times, the new launcher's, and of each rank's the latest; and the bytes of
+    the launcher that waits for the next one.
+    """
     folder.mkdir()
     with Job(folder, ranks) as job:
         killed = job.kill_rank(1)
+        standby_pss_bytes = job.standby_pss_bytes()
     ledger = next(each for each in job.recoveries() if each["attempt"] == 1)
     found = {
         f"ledger: {name}": datetime.fromisoformat(ledger[name]).timestamp() for name in _LEDGER if ledger.get(name)
     }
     found.update(_stamped(job.stamps, 2))
-    return {name: moment - killed for name, moment in sorted(found.items(), key=lambda item: item[1])}
+    moments = {name: moment - killed for name, moment in sorted(found.items(), key=lambda item: item[1])}
+    return moments, standby_pss_bytes
 
 
 def _stamped(stamps: Stamps, attempt: int) -> dict[str, float]:

@@ -10,6 +10,7 @@ import argparse
 import csv
 import io
 import tempfile
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -98,13 +99,14 @@ class _AgentSeen:
         return {**self._counts, "waited": len(self._waits)}
 
 
-def measure_slow_disk(cell: Cell, bytes_per_second: int) -> None:
-    """Adds `slow_store` records of this project's saves and its peers' to a slow disk; or one that says why not."""
+def measure_slow_disk(cell: Cell, bytes_per_second: int, peers: Sequence[str] = PEERS_ON_DISK) -> None:
+    """Adds `slow_store` records of this project's saves and its peers' to a slow disk; or ones that say why not."""
     if reason := unlimited_reason():
-        add_record("slow_store", results=cell.results, peer="", store="disk", status="missing", error=reason)
+        for peer in peers:
+            add_record("slow_store", results=cell.results, peer=peer, store="disk", status="missing", error=reason)
         return
     size = _FILES_KEPT * size_of(state_of(cell.layout)) * 2 + 64 * MIB
-    for peer in PEERS_ON_DISK:
+    for peer in peers:
         try:
             with slow_disk(WORK, size, bytes_per_second) as folder:
                 _measure_to_disk(replace(cell, peer=peer, work=folder), bytes_per_second=bytes_per_second)

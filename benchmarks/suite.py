@@ -1,4 +1,4 @@
-"""Which cells `make bench` measures, and in which order: `python -m benchmarks.suite [--quick]`.
+"""Which cells `make bench` measures, and in which order: `python -m benchmarks.suite [--core | --quick]`.
 
 This project's own cells are spread between the others', so that all of them meet the same machine. Everything is
 appended to the results; a cell that fails or hangs is a record, and the next one begins.
@@ -44,53 +44,112 @@ _OTHERS_BETWEEN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A question's cell, and who answers it beside this project."""
+
+    cell: Cell
+    others: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What is measured. A layout comes with the saves, slots and time that its size allows."""
 
-    saves: Sequence[Cell]
-    restores: Sequence[Cell]
-    kill: Cell
-    corruption: Cell
+    saves: Sequence[Asked]
+    back_to_back: Sequence[Asked]
+    memory: Sequence[Asked]
+    restores: Sequence[Asked]
+    kill: Asked
+    corruption: Asked
+    gang_ways: Sequence[str]
     gang_layout: str
     repeats: int
     blob_sizes: Sequence[int]
+    blob_rounds: int
     headline: Sequence[Cell]
-    slow_store: Cell
+    headline_rounds: int
+    slow_store: Asked
     slow_store_bytes_per_second: int
     load: Load
+    recoveries: int
 
 
 _GIB_1 = Cell(peer=OURS, layout="gpt:1", saves=6)
 # Three slots, the state and the plain copy's buffer would not leave a machine of 24 GiB room to write.
 _GIB_4 = Cell(peer=OURS, layout="gpt:4", saves=4, slots=2, time_limit_seconds=900)
 _SMALL = Cell(peer=OURS, layout="small:20000", saves=6)
+_ALL = (*OTHERS, LIMIT)
 
 FULL = Plan(
-    saves=(_GIB_1, _SMALL, _GIB_4),
-    restores=(_GIB_1, _SMALL, _GIB_4),
-    kill=replace(_GIB_1, layout="gpt:0.5"),
-    corruption=replace(_GIB_1, layout="gpt:0.06"),
+    saves=[Asked(cell=cell, others=_ALL) for cell in (_GIB_1, _SMALL, _GIB_4)],
+    back_to_back=[Asked(cell=cell, others=ASYNCHRONOUS) for cell in (_GIB_1, _SMALL)],
+    memory=[Asked(cell=replace(_GIB_1, saves=3), others=OTHERS)],
+    restores=[Asked(cell=cell, others=FORMATS) for cell in (_GIB_1, _SMALL, _GIB_4)],
+    kill=Asked(cell=replace(_GIB_1, layout="gpt:0.5"), others=ASYNCHRONOUS),
+    corruption=Asked(cell=replace(_GIB_1, layout="gpt:0.06"), others=FORMATS),
+    gang_ways=WAYS,
     gang_layout="gpt:0.25",
     repeats=3,
     blob_sizes=blob.SIZES,
+    blob_rounds=3,
     headline=headline.CELLS,
-    slow_store=slowstore.CELL,
+    headline_rounds=2,
+    slow_store=Asked(cell=slowstore.CELL, others=ASYNCHRONOUS),
     slow_store_bytes_per_second=slowstore.BYTES_PER_SECOND,
     load=Load(),
+    recoveries=6,
 )
+
+_STRONGEST = ("dlrover", "nvrx")
+"""Those that stall least."""
+_AT_RESTORING = ("torch_save", "dlrover")
+_STRONG = (*_STRONGEST, "dcp_async_process", "torch_save", LIMIT)
+CORE = replace(
+    FULL,
+    saves=[
+        Asked(cell=replace(_GIB_1, saves=4), others=_STRONG),
+        Asked(cell=replace(_SMALL, saves=4), others=_STRONG),
+        Asked(cell=replace(_GIB_4, saves=3), others=("dlrover", LIMIT)),
+    ],
+    back_to_back=[Asked(cell=cell, others=_STRONGEST) for cell in (_GIB_1, _SMALL)],
+    memory=[Asked(cell=replace(_GIB_1, saves=3), others=("dlrover", "dcp_async_process"))],
+    restores=[
+        Asked(cell=_GIB_1, others=_AT_RESTORING),
+        Asked(cell=_SMALL, others=_AT_RESTORING),
+        Asked(cell=_GIB_4, others=()),
+    ],
+    kill=replace(FULL.kill, others=_STRONGEST),
+    corruption=replace(FULL.corruption, others=_AT_RESTORING),
+    gang_ways=("stepfast", "torch_save", "dcp_async_process"),
+    repeats=2,
+    blob_sizes=blob.SIZES[:2],
+    headline_rounds=1,
+    slow_store=replace(FULL.slow_store, others=_STRONGEST),
+    load=Load(phases=4),
+    recoveries=3,
+)
+"""The main cells, in about half an hour: every question, but only the strongest peers and fewer samples."""
+
 _TINY = Cell(peer=OURS, layout="gpt:0.06", saves=3, time_limit_seconds=120)
+_TINY_SMALL = replace(_TINY, layout="small:1000")
 QUICK = Plan(
-    saves=(_TINY, replace(_TINY, layout="small:1000")),
-    restores=(_TINY,),
-    kill=_TINY,
-    corruption=_TINY,
+    saves=[Asked(cell=cell, others=_ALL) for cell in (_TINY, _TINY_SMALL)],
+    back_to_back=[Asked(cell=cell, others=ASYNCHRONOUS) for cell in (_TINY, _TINY_SMALL)],
+    memory=[Asked(cell=_TINY, others=OTHERS)],
+    restores=[Asked(cell=_TINY, others=FORMATS)],
+    kill=Asked(cell=_TINY, others=ASYNCHRONOUS),
+    corruption=Asked(cell=_TINY, others=FORMATS),
+    gang_ways=WAYS,
     gang_layout="gpt:0.03",
     repeats=1,
     blob_sizes=blob.QUICK_SIZES,
+    blob_rounds=1,
     headline=headline.QUICK_CELLS,
-    slow_store=slowstore.QUICK_CELL,
+    headline_rounds=1,
+    slow_store=Asked(cell=slowstore.QUICK_CELL, others=ASYNCHRONOUS),
     slow_store_bytes_per_second=slowstore.QUICK_BYTES_PER_SECOND,
     load=load.QUICK,
+    recoveries=2,
 )
 
 KINDS = (
@@ -102,36 +161,37 @@ KINDS = (
 def measurements(plan: Plan, results: Path) -> Iterator[tuple[str, str, Callable[[], None]]]:
     """All cells in order: kind, peer, and what measures it."""
 
-    def of(kind: str, measure: Callable[[Cell], None], cell: Cell, peers: Iterable[str]) -> Iterator[_Entry]:
+    def of(kind: str, measure: Callable[[Cell], None], asked: Asked, peers: Iterable[str]) -> Iterator[_Entry]:
         for peer in peers:
-            yield kind, peer, partial(measure, replace(cell, peer=peer, results=results))
+            yield kind, peer, partial(measure, replace(asked.cell, peer=peer, results=results))
 
-    for cell in plan.saves:
-        yield from of("save", measure_saves, cell, interleaved((*OTHERS, LIMIT)))
-    for cell in plan.saves[:2]:
-        yield from of("back_to_back", measure_back_to_back, cell, interleaved(ASYNCHRONOUS))
-    for cell in plan.saves[:1]:
-        yield from of("memory", measure_memory, replace(cell, saves=3), (OURS, *OTHERS))
-    for cell in plan.restores:
-        yield from of("restore", partial(measure_restores, repeats=plan.repeats), cell, interleaved(FORMATS))
-    yield from of("kill", measure_kill, plan.kill, (OURS, *ASYNCHRONOUS))
-    yield "kill", OURS, partial(measure_kill, replace(plan.kill, results=results), kill_helper=True)
-    yield from of("corrupt", measure_corruption, plan.corruption, (OURS, *FORMATS))
-    for way in WAYS:
+    for asked in plan.saves:
+        yield from of("save", measure_saves, asked, interleaved(asked.others))
+    for asked in plan.back_to_back:
+        yield from of("back_to_back", measure_back_to_back, asked, interleaved(asked.others))
+    for asked in plan.memory:
+        yield from of("memory", measure_memory, asked, (OURS, *asked.others))
+    for asked in plan.restores:
+        peers = interleaved(asked.others) if asked.others else (OURS,)
+        yield from of("restore", partial(measure_restores, repeats=plan.repeats), asked, peers)
+    yield from of("kill", measure_kill, plan.kill, (OURS, *plan.kill.others))
+    yield "kill", OURS, partial(measure_kill, replace(plan.kill.cell, results=results), kill_helper=True)
+    yield from of("corrupt", measure_corruption, plan.corruption, (OURS, *plan.corruption.others))
+    for way in plan.gang_ways:
         yield "ddp", way, partial(measure_gang, way, plan.gang_layout, results=results)
     yield from _on_blob(plan, results)
     for ranks in (1, 2):
-        yield "recovery", OURS, partial(measure_recoveries, ranks, 2 * plan.repeats, results)
+        yield "recovery", OURS, partial(measure_recoveries, ranks, plan.recoveries, results)
 
 
 def _on_blob(plan: Plan, results: Path) -> Iterator[_Entry]:
     """What a Blob Storage takes part in. Each measures all of its ways by itself."""
-    yield "blob", OURS, partial(measure_uploads, plan.blob_sizes, plan.repeats, results)
-    for cell in headline.cells(plan.headline, rounds=1 if plan.repeats == 1 else 2):
+    yield "blob", OURS, partial(measure_uploads, plan.blob_sizes, plan.blob_rounds, results)
+    for cell in headline.cells(plan.headline, rounds=plan.headline_rounds):
         yield "headline", cell.peer, partial(measure_headline, replace(cell, results=results))
-    slow, rate = replace(plan.slow_store, results=results), plan.slow_store_bytes_per_second
+    slow, rate = replace(plan.slow_store.cell, results=results), plan.slow_store_bytes_per_second
     yield "slow_store", slow.peer, partial(measure_slow_blob, slow, rate)
-    yield "slow_store", OURS, partial(measure_slow_disk, slow, rate)
+    yield "slow_store", OURS, partial(measure_slow_disk, slow, rate, (OURS, *plan.slow_store.others))
     yield "load", OURS, partial(measure_load, plan.load, results)
 
 
@@ -149,16 +209,19 @@ def interleaved(others: Sequence[str]) -> Iterator[str]:
 def main() -> None:
     """Installs the foreign peers and measures what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes: whether everything works, not how fast")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--core", action="store_true", help="the main cells: all questions, the strongest peers alone")
+    size.add_argument("--quick", action="store_true", help="small sizes: whether everything works, not how fast")
     parser.add_argument("--kind", choices=KINDS, action="append", help="repeatable (default: all)")
     parser.add_argument("--peer", choices=PEERS, action="append", help="repeatable (default: all)")
     parser.add_argument("--no-install", action="store_true", help="use the peers that are installed")
     parser.add_argument("--list", action="store_true", help="say what would be measured")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    plan = QUICK if arguments.quick else CORE if arguments.core else FULL
     chosen = [
         (kind, peer, measure)
-        for kind, peer, measure in measurements(QUICK if arguments.quick else FULL, arguments.results)
+        for kind, peer, measure in measurements(plan, arguments.results)
         if kind in (arguments.kind or KINDS) and peer in (arguments.peer or PEERS)
     ]
     if arguments.list:
@@ -166,7 +229,7 @@ def main() -> None:
         return
     if not arguments.no_install:
         install()
-    add_record("machine", results=arguments.results, is_quick=arguments.quick, **describe())
+    add_record("machine", results=arguments.results, is_quick=arguments.quick, is_core=arguments.core, **describe())
     for index, (kind, peer, measure) in enumerate(chosen, 1):
         begin = time.monotonic()
         try:

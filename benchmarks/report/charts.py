@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from benchmarks.report import headlines
 from benchmarks.report.layouts import title_of
 from benchmarks.report.peers import LIMIT, layouts_seen
 from benchmarks.report.plan import Expected
-from benchmarks.report.samples import middle, middle_of, pooled, restore_of, saves_of, stall_of, steady_saves
+from benchmarks.report.samples import middle, middle_of, restore_of, saves_of, stall_of, steady_persist, steady_saves
 from benchmarks.report.selection import Measurements
 from benchmarks.results import Record
 
@@ -59,7 +60,7 @@ def charts_of(found: Measurements, expected: Expected) -> dict[str, Chart]:
             title_of(layout): _by_peer(found, "save", layout, _stall)})  # fmt: skip
     charts["lost"] = _bars(titles, "Training time lost per save", "seconds", {
         title_of(layout): _by_peer(found, "save", layout, _lost, limit=False) for layout in layouts})  # fmt: skip
-    charts["persist"] = _bars(titles, "State persisted to local disk, from the begin of the save", "GiB/s", {
+    charts["persist"] = _bars(titles, "State persisted to local disk, once save() has returned", "GiB/s", {
         title_of(layout): [*_by_peer(found, "save", layout, _rate, limit=False), *_direct(found, layout)]
         for layout in layouts}, is_logarithmic=False)  # fmt: skip
     for tier in ("memory", "disk-warm", "disk-cold"):
@@ -67,8 +68,10 @@ def charts_of(found: Measurements, expected: Expected) -> dict[str, Chart]:
             title_of(layout): _restores(found, layout, tier) for layout in restores})  # fmt: skip
     if goodput := _goodput(found):
         charts["goodput"] = goodput
-    if headline := _headline(found):
-        charts["headline"] = headline
+    costs = headlines.costs_of(found)
+    for name, x, by_ranks in (("headline", "GiB of one rank", False), ("headline-ranks", "ranks", True)):
+        if lines := headlines.lines_of(costs, by_ranks=by_ranks):
+            charts[name] = _headline(lines, x)
     return {name: chart for name, chart in charts.items() if any(chart.panels.values())}
 
 
@@ -108,7 +111,7 @@ def _lost(records: Sequence[Record]) -> float | None:
 
 
 def _rate(records: Sequence[Record]) -> float | None:
-    persist = middle_of(steady_saves(records), "persist_seconds")
+    persist = steady_persist(records)
     return float(records[-1]["size_bytes"]) / GIB / persist if persist else None
 
 
@@ -151,16 +154,8 @@ def _goodput(found: Measurements) -> Lines | None:
     )  # fmt: skip
 
 
-def _headline(found: Measurements) -> Lines | None:
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for one in sorted(found.done("headline"), key=lambda one: (str(one.get("way")), one["size_bytes"])):
-        mine = found.done("headline", way=one.get("way"), size_bytes=one["size_bytes"])
-        value = pooled(mine, "lost_seconds")
-        if value and value > 0 and mine[-1] is one:
-            lines.setdefault(str(one.get("way")), []).append((one["size_bytes"] / GIB, value))
-    if not lines:
-        return None
+def _headline(lines: Mapping[str, Sequence[tuple[float, float]]], x: str) -> Lines:
     return Lines(
-        title="Training time lost per save to a blob storage", x="GiB", y="seconds", panels={"Azurite": lines},
-        ticks={x: f"{x:.3g}" for points in lines.values() for x, _ in points},
+        title="Training time lost per save to a blob storage", x=x, y="seconds", panels={"Azurite": lines},
+        ticks={at: f"{at:.3g}" for points in lines.values() for at, _ in points},
     )  # fmt: skip

@@ -10,7 +10,16 @@ from benchmarks.report import markdown
 from benchmarks.report.layouts import title_of
 from benchmarks.report.markdown import number, ratio
 from benchmarks.report.plan import Expected
-from benchmarks.report.samples import Figure, first_saves, middle_of, restore_of, saves_of, stall_of, steady_saves
+from benchmarks.report.samples import (
+    Figure,
+    first_saves,
+    middle_of,
+    restore_of,
+    saves_of,
+    stall_of,
+    steady_persist,
+    steady_saves,
+)
 from benchmarks.report.selection import Measurements, is_failed, reason_of
 from benchmarks.results import Record
 
@@ -87,8 +96,8 @@ def _row(found: Measurements, expected: Expected, notes: Notes, peer: str, layou
         read(_first, kind="save"),
         read(_steady, kind="save"),
         *(
-            read(partial(_saves, column), kind="save") if persists else (None, markdown.NONE)
-            for column in ("persist_seconds", "lost_seconds", "worst_step_seconds")
+            read(column, kind="save") if persists else (None, markdown.NONE)
+            for column in (_persist, partial(_saves, "lost_seconds"), partial(_saves, "worst_step_seconds"))
         ),
         read(_memory, kind="memory"),
         *(read(_restore, kind="restore", tier=tier) for tier in ("memory", "disk-warm", "disk-cold")),
@@ -110,6 +119,11 @@ def _first(records: Sequence[Record]) -> Value | None:
 
 def _steady(records: Sequence[Record]) -> Value | None:
     return _figure(stall_of(steady_saves(records)))
+
+
+def _persist(records: Sequence[Record]) -> Value | None:
+    value = steady_persist(records)
+    return None if value is None else (value, number(value))
 
 
 def _saves(column: str, records: Sequence[Record]) -> Value | None:

@@ -40,7 +40,7 @@ def expected(*, is_quick: bool) -> Expected:
         if isinstance(measure, partial):
             first = measure.args[0]
             cells.add((kind, peer, first.layout if isinstance(first, Cell) else plan.gang_layout))
-    layouts = sorted({cell.layout for cell in plan.saves}, key=_amount)
+    layouts = sorted({asked.cell.layout for asked in plan.saves}, key=_amount)
     return Expected(
         cells=cells,
         titles={peer: peer_class(peer).title for peer in PEERS},

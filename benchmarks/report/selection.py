@@ -1,7 +1,8 @@
 """Which records a page is made of: of each cell those of the newest run that has it. Pure.
 
 A run begins with a record of the kind `machine`. A cell is what was measured once or several times in a run: its
-samples are pooled.
+samples are pooled. A record that failed before it came to its parts does not say which cell it is of: it counts until
+a newer run has measured anything of its kind and peer.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from benchmarks.results import Record
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "save": ("peer", "layout"),
     "back_to_back": ("peer", "layout"),
-    "slow_store": ("peer", "layout"),
+    "slow_store": ("peer",),
     "memory": ("peer", "layout"),
     "restore": ("peer", "layout"),  # its tiers are measured together
     "kill": ("peer", "layout", "helper_killed"),
     "corrupt": ("peer", "layout"),
     "ddp": ("peer", "layout", "ranks"),
-    "blob": ("way", "size_bytes"),
-    "recovery": ("layout",),
-    "load": ("load",),
-    "headline": ("way", "size_bytes", "interval_seconds"),
+    "blob": ("size_bytes",),
+    "recovery": ("ranks",),  # its ways are measured side by side
+    "load": (),
+    "headline": ("peer", "layout", "ranks"),
     "goodput": ("trace", "system", "policy", "node_lost"),
     "scale": ("nodes", "is_flush"),
 }
@@ -59,9 +60,14 @@ def select(records: Sequence[Record]) -> Measurements:
     runs = list(accumulate(records, lambda run, record: run + (record["kind"] == "machine"), initial=0))[1:]
     numbered = [(run, record) for run, record in zip(runs, records, strict=True) if record["kind"] != "machine"]
     newest: dict[tuple[object, ...], int] = {}
+    newest_of_kind: dict[tuple[object, ...], int] = {}
     for run, record in numbered:
-        newest[_cell(record)] = run
-    kept = [(run, record) for run, record in numbered if run == newest[_cell(record)]]
+        newest[_cell(record)] = newest_of_kind[_kind(record)] = run
+    kept = [
+        (run, record)
+        for run, record in numbered
+        if run == (newest_of_kind[_kind(record)] if _is_homeless(record) else newest[_cell(record)])
+    ]
     last = {_cell(record): record for _, record in kept}
     chosen = [(run, one) for run, one in kept if one["kind"] not in _ONCE or last[_cell(one)] is one]
     used = {run for run, _ in chosen}
@@ -88,3 +94,12 @@ def _is(record: Record, kind: str, fields: Mapping[str, object]) -> bool:
 def _cell(record: Record) -> tuple[object, ...]:
     kind = str(record["kind"])
     return kind, *(record.get(name) for name in _KEYS.get(kind, ()))
+
+
+def _kind(record: Record) -> tuple[object, ...]:
+    kind = str(record["kind"])
+    return kind, record.get("peer") if "peer" in _KEYS.get(kind, ()) else None
+
+
+def _is_homeless(record: Record) -> bool:
+    return is_failed(record) and any(record.get(name) is None for name in _KEYS.get(str(record["kind"]), ()))

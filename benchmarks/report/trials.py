@@ -1,4 +1,4 @@
-"""Kills, damage, gangs, blobs and recoveries: who stood what, as tables. Pure."""
+"""Kills, damage, gangs and blobs: who stood what, as tables. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.report import blobs, markdown
 from benchmarks.report.markdown import number, ratio, share, size
 from benchmarks.report.peers import Notes
 from benchmarks.report.plan import Expected
-from benchmarks.report.samples import figure, middle, pooled
+from benchmarks.report.samples import Save, figure, is_asynchronous, middle
 from benchmarks.report.selection import Measurements, is_failed, reason_of
 from benchmarks.results import Record
 
@@ -60,7 +60,7 @@ def gang_table(found: Measurements, expected: Expected) -> list[str]:
 def blob_table(found: Measurements) -> list[str]:
     """Uploads to Azurite, way by way, the best of each size in bold."""
     sizes = blobs.medians_of(found)
-    failed = [f"{one.get('way', 'blob')}: {reason_of(one)}" for one in found.of("blob") if is_failed(one)]
+    failed = [reason_of(one) for one in found.of("blob") if is_failed(one)]
     missing = [f"{way}: {why}" for one in found.of("blob") for way, why in (one.get("missing") or {}).items()]
     notes = Notes(list(dict.fromkeys([*failed, *missing])))
     if not sizes:
@@ -74,23 +74,6 @@ def blob_table(found: Measurements) -> list[str]:
 def _rates(bytes_: int, taken: Sequence[float | None]) -> list[str]:
     texts = [f"{number(one)} ({size(bytes_ / one)}/s)" if one else markdown.NOT_MEASURED for one in taken]
     return markdown.bold_best(taken, texts)
-
-
-def recovery_table(found: Measurements) -> list[str]:
-    """What a recovery on one machine is made of."""
-    records = found.done("recovery")
-    if not records:
-        failed = [reason_of(one) for one in found.of("recovery")] or ["no record of the kind `recovery`"]
-        return [f"{markdown.NOT_MEASURED}: {failed[-1]}."]
-    rows = []
-    for name in dict.fromkeys(name for one in records for name in one.get("parts") or {}):
-        values = [value for one in records for value in _listed((one.get("parts") or {}).get(name))]
-        rows.append([name, number(middle(values) or 0.0), number(max(values, default=0.0))])
-    for name in ("recovery_seconds", "limit_seconds"):
-        if (value := pooled(records, name)) is not None:
-            longest = max(value for one in records for value in one[name])
-            rows.append([name.removesuffix("_seconds"), number(value), number(longest)])
-    return markdown.table(("part", "median, s", "longest, s"), rows)
 
 
 def _survived(records: Sequence[Record], tier: str, peer: str, notes: Notes) -> str:
@@ -127,7 +110,7 @@ def _damage(records: Sequence[Record], peer: str, notes: Notes) -> list[str]:
 def _gang(records: Sequence[Record]) -> list[str]:
     saves = [save for one in records for save in one["saves"][1:]]
     stall = figure((max(save["stall_seconds"]), max(save["plain_seconds"])) for save in saves)
-    persist = middle([max(save["persist_seconds"]) for save in saves])
+    persist = middle([max(_persists(save, records[-1]["peer"])) for save in saves])
     planned = [[value for value in save.get("planning_seconds") or [] if value is not None] for save in saves]
     planning = middle([max(values) for values in planned if values])
     one = records[-1]
@@ -142,10 +125,11 @@ def _gang(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _listed(value: object) -> list[float]:
-    if isinstance(value, list):
-        return [float(one) for one in value]
-    return [float(value)] if isinstance(value, int | float) else []
+def _persists(save: Save, peer: str) -> list[float]:
+    """Of each rank, from the return of its save(); where that returns no earlier, its save()."""
+    if not is_asynchronous(peer):
+        return list(save["stall_seconds"])
+    return [whole - stall for whole, stall in zip(save["persist_seconds"], save["stall_seconds"], strict=True)]
 
 
 def _ours_first(names: set[str]) -> list[str]:

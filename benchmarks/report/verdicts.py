@@ -5,7 +5,7 @@ Each returns None where there is nothing to judge by.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -17,7 +17,7 @@ from benchmarks.report.samples import (
     first_saves,
     middle,
     middle_of,
-    pooled,
+    persist_of,
     restore_of,
     saves_of,
     stall_of,
@@ -48,10 +48,9 @@ def first_stall(found: Measurements, *, layout: str, bound: float) -> Verdict | 
     return _stall(first_saves(found.done("save", peer=OURS, layout=layout)), bound)
 
 
-def busy_stall(found: Measurements, *, kind: str, layout: str | None, bound: float) -> Verdict | None:
+def busy_stall(found: Measurements, *, layout: str, bound: float) -> Verdict | None:
     """Saves that came while the one before them was not persisted; none may be skipped."""
-    fields: Mapping[str, object] = {"peer": OURS} if layout is None else {"peer": OURS, "layout": layout}
-    records = found.done(kind, **fields)
+    records = found.done("back_to_back", peer=OURS, layout=layout)
     verdict = _stall([save for save in saves_of(records) if save.get("is_busy")], bound)
     if verdict is None:
         return None
@@ -80,21 +79,14 @@ def shared_evenly(found: Measurements, *, slack: float) -> Verdict | None:
 
 
 def disk_rate(found: Measurements, *, layout: str, bound: float) -> Verdict | None:
-    """From the return of save() to the commit, against a direct write of as many bytes in the same process.
-
-    The trainer takes out the while in which it overwrites the stamps, as nobody trains then; persisting goes on, so it
-    is put back in here. For small states that is an upper bound.
-    """
+    """From the return of save() to the commit, against a direct write of as many bytes in the same process."""
     records = found.done("save", peer=OURS, layout=layout)
     saves = [save for save in saves_of(records) if save.get("direct_write_seconds")]
     if not saves:
         return None
-    pairs = [
-        (save["persist_after_return_seconds"] + save.get("stamping_seconds", 0.0), save["direct_write_seconds"])
-        for save in saves
-    ]
+    pairs = [(persist_of(save), save["direct_write_seconds"]) for save in saves]
     rate = median(direct / persist for persist, direct in pairs)
-    whole = median(save["persist_seconds"] + save.get("stamping_seconds", 0.0) for save in saves)
+    whole = median(save["stall_seconds"] + persist_of(save) for save in saves)
     bytes_ = records[-1]["size_bytes"]
     persist, direct = (median(column) for column in zip(*pairs, strict=True))
     return Verdict(
@@ -105,31 +97,31 @@ def disk_rate(found: Measurements, *, layout: str, bound: float) -> Verdict | No
     )
 
 
-def blob_rate(found: Measurements) -> Verdict | None:
-    """Uploads of the same bytes; every size counts. Ours is all from save() to the commit, where that is there."""
+def blob_rate(found: Measurements, *, way: str) -> Verdict | None:
+    """Uploads of the same bytes against the fastest of others; every size counts."""
     reached, limits, words = [], [], []
     for bytes_, ways in blobs.medians_of(found).items():
-        ours = next((ways[way] for way in blobs.OURS if way in ways), None)
-        others = {way: taken for way, taken in ways.items() if way.startswith(blobs.OTHERS)}
+        ours = ways.get(way)
+        others = {other: ways[other] for other in blobs.OTHERS if other in ways}
         if ours is None or not others:
             continue
-        best = min(others, key=lambda way: others[way])
+        best = min(others, key=lambda other: others[other])
         reached.append(ours <= others[best])
         limits.append(f"{best} {size(bytes_ / others[best])}/s")
         words.append(f"{size(bytes_)}: {size(bytes_ / ours)}/s ({ratio(others[best] / ours)} the rate)")
-    return _joined(reached, limits, words)
+    return joined(reached, limits, words)
 
 
 def lost_time(found: Measurements, *, layout: str, bound: float) -> Verdict | None:
-    """Training time lost over the stall, as a share of the persist time."""
-    saves = [save for save in steady_saves(found.done("save", peer=OURS, layout=layout)) if save["persist_seconds"]]
+    """Training time lost over the stall, as a share of the time that persisting takes once save() has returned."""
+    saves = [save for save in steady_saves(found.done("save", peer=OURS, layout=layout)) if persist_of(save) > 0]
     if not saves:
         return None
-    over = median((save["lost_seconds"] - save["stall_seconds"]) / save["persist_seconds"] for save in saves)
-    lost, stall, persist = (middle_of(saves, f"{name}_seconds") or 0.0 for name in ("lost", "stall", "persist"))
+    over = median((save["lost_seconds"] - save["stall_seconds"]) / persist_of(save) for save in saves)
+    lost, stall = (middle_of(saves, f"{name}_seconds") or 0.0 for name in ("lost", "stall"))
     return Verdict(
         is_reached=over <= bound,
-        limit=f"stall {seconds(stall)}, persist {seconds(persist)}",
+        limit=f"stall {seconds(stall)}, persist {seconds(median(map(persist_of, saves)))}",
         measured=f"stall + {share(over)} (lost {seconds(lost)}, n={len(saves)})",
     )
 
@@ -141,7 +133,7 @@ def restore(found: Measurements, *, layout: str, tier: str, bound: float) -> Ver
     wrong = sum(record.get("wrong_tensors", 0) > 0 for record in records)
     if taken is None:
         return None
-    verdict = _against(taken, str(records[-1].get("limit", "the limit")), bound)
+    verdict = against(taken, str(records[-1].get("limit", "the limit")), bound)
     if verdict is None or not wrong:
         return verdict
     return Verdict(is_reached=False, limit=verdict.limit, measured=f"{verdict.measured}; {wrong} restored wrongly")
@@ -206,62 +198,8 @@ def agent_memory(found: Measurements, *, slack: float) -> Verdict | None:
     )
 
 
-def recovery(found: Measurements, *, allowed_seconds: float) -> Verdict | None:
-    """From the death of a process to the next step."""
-    records = found.done("recovery")
-    taken, limit = pooled(records, "recovery_seconds"), pooled(records, "limit_seconds")
-    if taken is None or limit is None:
-        return None
-    count = sum(len(record.get("recovery_seconds") or []) for record in records)
-    return Verdict(
-        is_reached=taken <= limit + allowed_seconds,
-        limit=f"limit {seconds(limit)}",
-        measured=f"limit + {seconds(taken - limit)} ({seconds(taken)}, n={count})",
-    )
-
-
-def under_load(found: Measurements, *, bound: float) -> Verdict | None:
-    """The medians of others with the load, against those without."""
-    reached, limits, words = [], [], []
-    for record in found.done("load"):
-        for name in ("stall", "persist"):
-            alone, loaded = (pooled([record], f"{name}{suffix}") for suffix in ("_alone_seconds", "_seconds"))
-            if not alone or not loaded:
-                continue
-            change = loaded / alone - 1
-            reached.append(change <= bound)
-            limits.append(f"{name} alone {seconds(alone)}")
-            words.append(f"{name} {change:+.1%}".replace("%", " %"))
-    return _joined(reached, limits, words)
-
-
-def headline(found: Measurements, *, bound: float) -> Verdict | None:
-    """The shares of training time lost that are saved, size by size."""
-    reached, limits, words = [], [], []
-    for bytes_ in sizes_of(found.done("headline", way=OURS)):
-        ours, theirs = (
-            pooled(found.done("headline", way=way, size_bytes=bytes_), "lost_seconds") for way in (OURS, "torch_save")
-        )
-        if ours is None or not theirs:
-            continue
-        less = 1 - ours / theirs
-        reached.append(less >= bound)
-        limits.append(f"torch.save {seconds(theirs)}")
-        words.append(f"{size(bytes_)}: {100 * less:.2f} % less ({seconds(ours)})")
-    return _joined(reached, limits, words)
-
-
-def sizes_of(records: Sequence[Record]) -> list[int]:
-    """The sizes that there are, from small to large."""
-    return sorted({int(record["size_bytes"]) for record in records})
-
-
-def _stall(saves: Sequence[Save], bound: float) -> Verdict | None:
-    taken = stall_of(saves)
-    return _against(taken, "plain copy", bound) if taken is not None else None
-
-
-def _against(taken: Figure, limit: str, bound: float) -> Verdict | None:
+def against(taken: Figure, limit: str, bound: float) -> Verdict | None:
+    """A figure against the limit beside it."""
     if taken.ratio is None or taken.limit_seconds is None:
         return None
     return Verdict(
@@ -271,6 +209,18 @@ def _against(taken: Figure, limit: str, bound: float) -> Verdict | None:
     )
 
 
+def joined(reached: Sequence[bool], limits: Sequence[str], words: Sequence[str]) -> Verdict | None:
+    """One verdict of several; None where there are none."""
+    if not reached:
+        return None
+    return Verdict(is_reached=all(reached), limit="; ".join(limits), measured="; ".join(words))
+
+
+def _stall(saves: Sequence[Save], bound: float) -> Verdict | None:
+    taken = stall_of(saves)
+    return against(taken, "plain copy", bound) if taken is not None else None
+
+
 def _planning(records: Sequence[Record]) -> float | None:
     slowest = [max(known) for record in records for save in record.get("saves") or [] if (known := _planned(save))]
     return middle(slowest)
@@ -278,9 +228,3 @@ def _planning(records: Sequence[Record]) -> float | None:
 
 def _planned(save: Save) -> list[float]:
     return [value for value in save.get("planning_seconds") or [] if value is not None]
-
-
-def _joined(reached: Sequence[bool], limits: Sequence[str], words: Sequence[str]) -> Verdict | None:
-    if not reached:
-        return None
-    return Verdict(is_reached=all(reached), limit="; ".join(limits), measured="; ".join(words))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.report import asked, blobs, markdown, peers, trials
+from benchmarks.report import asked, blobs, headlines, loads, markdown, peers, recoveries, slowstores, trials
 from benchmarks.report.__main__ import write_report
 from benchmarks.report.goals import Goal, goals_of
 from benchmarks.report.layouts import Layouts
@@ -32,7 +32,8 @@ MACHINE: Record = {"kind": "machine", "time": 1_700_000_000.0, "processor": "2 �
 def a_save(stall: float, plain: float = 1.0, **more: Any) -> dict[str, Any]:
     return {
         "is_saved": True, "stall_seconds": stall, "plain_seconds": plain, "persist_seconds": 10.0,
-        "persist_after_return_seconds": 8.0, "lost_seconds": stall + 0.2, "worst_step_seconds": 0.01, **more,
+        "persist_after_return_seconds": 8.0, "stamping_seconds": 0.0, "lost_seconds": stall + 0.2,
+        "worst_step_seconds": 0.01, **more,
     }  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def test_disk_rate_is_held_against_direct_writes(direct: float | None, verdict: 
     assert row_of("Persisted to local disk", record)[4] == verdict
 
 
-@pytest.mark.parametrize(("lost", "verdict"), [(1.29, "reached"), (1.31, "**not reached**")])
+@pytest.mark.parametrize(("lost", "verdict"), [(1.23, "reached"), (1.25, "**not reached**")])
 def test_lost_time_may_be_the_stall_and_a_little_of_the_persist_time(lost: float, verdict: str) -> None:
     assert row_of("Training time lost per save, 1 GiB", saves("stepfast", 1.0, 1.0, lost_seconds=lost))[4] == verdict
 
@@ -118,19 +119,6 @@ def test_lost_time_may_be_the_stall_and_a_little_of_the_persist_time(lost: float
             True,
         ),
         ("Memory in the trainer", {"kind": "memory", "trainer_before_bytes": 0, "trainer_peak_bytes": 2**30}, False),
-        ("Recovery", {"kind": "recovery", "recovery_seconds": [5.0], "limit_seconds": [4.5]}, True),
-        ("Recovery", {"kind": "recovery", "recovery_seconds": [6.0], "limit_seconds": [4.5]}, False),
-        (
-            "Other jobs",
-            {
-                "kind": "load",
-                "stall_seconds": [1.0],
-                "stall_alone_seconds": [1.0],
-                "persist_seconds": [1.2],
-                "persist_alone_seconds": [1.0],
-            },
-            False,
-        ),
     ],
 )  # fmt: skip
 def test_goals_judge_their_records(start: str, record: Record, verdict: bool) -> None:
@@ -153,30 +141,150 @@ def test_kill_goal_asks_for_both_tiers() -> None:
     assert row_of("SIGKILL", kill("memory", True))[4] == "**not reached**"
 
 
-def test_headline_holds_for_every_size() -> None:
-    def headline(way: str, size: int, lost: float) -> Record:
-        return {"kind": "headline", "way": way, "size_bytes": size, "lost_seconds": [lost]}
-
-    theirs = [headline("torch_save", 2**30, 100.0), headline("torch_save", 2**32, 100.0)]
-    small = headline("stepfast", 2**30, 0.5)
-    assert row_of("Training time lost, saving", *theirs, small, headline("stepfast", 2**32, 1.0))[4] == "reached"
-    assert row_of("Training time lost, saving", *theirs, small, headline("stepfast", 2**32, 1.1))[4] != "reached"
-
-
-def test_uploads_are_read_by_way_or_as_samples() -> None:
-    flat = [
-        {"kind": "blob", "way": "stepfast", "size_bytes": 2**30, "seconds": [1.0, 3.0, 2.0]},
-        {"kind": "blob", "way": "adlfs", "size_bytes": 2**30, "seconds": [4.0]},
-        {"kind": "blob", "way": "obstore", "size_bytes": 2**30, "status": "failed", "error": "no wheel"},
+def a_headline(peer: str, lost: float, *, bytes_: int = 2**30, ranks: int = 1, **more: Any) -> Record:
+    """As `benchmarks.headline` adds it: the saves of all ranks, in the order in which they came."""
+    told = [
+        {"step": step, "rank": rank, **a_save(lost * (1 + 9 * (step == 1)), lost_seconds=lost * (1 + rank))}
+        for step in (1, 2, 3)
+        for rank in range(ranks)
     ]
-    nested = {
-        "kind": "blob", "size_bytes": 2**30, "missing": {},
-        "samples": {"stepfast_agent": [{"seconds": 2.0}], "adlfs_8": [{"seconds": 4.0}]},
+    return {
+        "kind": "headline", "peer": peer, "layout": f"gpt:{bytes_ / 2**30:g}", "size_bytes": bytes_, "ranks": ranks,
+        "status": "done", "error": "", "saves": told, **more,
     }  # fmt: skip
-    assert blobs.medians_of(select(flat)) == {2**30: {"stepfast": 2.0, "adlfs": 4.0}}
-    assert blobs.medians_of(select([nested])) == {2**30: {"stepfast_agent": 2.0, "adlfs_8": 4.0}}
-    assert "1. obstore: failed: no wheel" in trials.blob_table(select(flat))
-    assert row_of("Persisted to Azurite", nested)[4] == "reached"
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(0.5, "reached"), (0.51, "**not reached**")])
+def test_headline_holds_for_every_size_and_number_of_ranks(ours: float, verdict: str) -> None:
+    records = [
+        a_headline("torch_save_blob", 100.0), a_headline("stepfast_blob", 0.5),
+        a_headline("torch_save_blob", 50.0, ranks=2), a_headline("stepfast_blob", ours, ranks=2),
+    ]  # fmt: skip
+    row = row_of("Training time lost, saving", *records)
+    assert row[4] == verdict
+    assert row[3].startswith("1.00 GiB × 1 rank: 99.50 % less (0.500 s; stall 99.50 % less); 1.00 GiB × 2 ranks: ")
+    assert row[1] == "torch.save 100 s; torch.save 100 s"  # of two ranks the slower one
+
+
+def test_headline_table_says_how_flat_it_is() -> None:
+    records = [a_headline("stepfast_blob", lost, bytes_=bytes_) for lost, bytes_ in ((0.1, 2**29), (0.3, 2**30))]
+    table = headlines.table(select(records))
+    assert table[2].split(" | ")[2:] == ["not measured", "0.100", "—", "not measured", "0.100", "—", "0.200", "0.200 |"]
+    assert table[-1] == (
+        "Ours over sizes, on one rank: lost 0.200 to 0.300 s per GiB (1.50 ×), stall 0.200 to 0.300 s per GiB (1.50 ×)."
+    )
+    lines = headlines.lines_of(headlines.costs_of(select(records)), by_ranks=False)
+    assert lines == {"stepfast": [(0.5, 0.1), (1.0, 0.3)]}
+
+
+def test_headline_counts_no_less_than_the_stall() -> None:
+    record = a_headline("stepfast_blob", 0.5)
+    disturbed = {**record, "saves": [{**save, "lost_seconds": -30.0} for save in record["saves"]]}
+    (cost,) = (by_peer["stepfast_blob"] for by_peer in headlines.costs_of(select([disturbed])).values())
+    assert (cost.lost_seconds, cost.raised, cost.count) == (0.5, 2, 2)
+    assert headlines.table(select([disturbed]))[-1].startswith("In 2 of 2 saves of ours training went faster")
+
+
+def a_recovery(way: str, seconds: float, *, ranks: int = 1, **more: Any) -> Record:
+    moments = {"rank: forked": 0.1, "rank: the first step is done": seconds}
+    return {"kind": "recovery", "way": way, "ranks": ranks, "seconds": seconds, "moments": moments, **more}
+
+
+@pytest.mark.parametrize(("taken", "verdict"), [(4.9, "reached"), (5.1, "**not reached**")])
+def test_recovery_is_held_against_the_bare_script_of_as_many_ranks(taken: float, verdict: str) -> None:
+    records = [
+        *(a_recovery("stepfast", one) for one in (1.0, taken, 9.0)), a_recovery("python", 4.0),
+        a_recovery("torchrun", 8.0), a_recovery("python", 100.0, ranks=2),
+    ]  # fmt: skip
+    row = row_of("Recovery on one machine, 1 rank", *records)
+    assert row[1:2] + row[4:] == ["bare python 4.00 s, torchrun 8.00 s", verdict]
+    failed = {"kind": "recovery", "ranks": 2, "status": "failed", "error": "never: it trains again"}
+    assert row_of("Recovery on one machine, 2 ranks", failed)[3] == "not measured: failed: never: it trains again"
+
+
+def test_recovery_table_has_the_moments_in_their_order_and_what_waits() -> None:
+    records = [a_recovery("stepfast", 2.0, standby_pss_bytes=2**28), a_recovery("python", 1.5)]
+    table = recoveries.tables(select(records))
+    assert "| rank: the first step is done | 2.00 | 1.90 | 1.50 | — |" in table
+    assert "not measured: no record." in table  # of two ranks
+    assert table[-1].startswith("The launcher that waits beside the training takes 256 MiB of memory")
+
+
+@pytest.mark.parametrize(("hanging", "verdict"), [(1.09, "reached"), (1.11, "**not reached**")])
+def test_load_is_judged_by_measure(hanging: float, verdict: str) -> None:
+    record = {
+        "kind": "load", "status": "done", "stall_seconds": {"healthy": [1.0, 1.0], "hanging": [1.0]},
+        "persist_seconds": {"healthy": [1.0], "hanging": [hanging]},
+        "hung_job_stall_seconds": {"healthy": [1.0], "hanging": []},
+    }  # fmt: skip
+    assert row_of("Stall of other jobs", record)[4] == "reached"
+    assert row_of("Persist time of other jobs", record)[4] == verdict
+    table = loads.table(select([record]))
+    assert table[2] == "| stall of the other jobs | 1.00 | 1.00 | +0.0 % | 2 / 1 |"
+    assert table[4] == "| stall of the job whose storage hangs | 1.00 | not measured | — | 1 / 0 |"
+
+
+@pytest.mark.parametrize(
+    ("more", "verdict"),
+    [
+        pytest.param({}, "reached", id="reached"),
+        pytest.param({"skipped": 1}, "**not reached**", id="skipped"),
+        pytest.param({"dropped": 1}, "**not reached**", id="dropped"),
+        pytest.param({"waited": 1}, "**not reached**", id="waited"),
+        pytest.param({"dropped": None}, "**not reached**", id="agent-never-heard"),
+        pytest.param({"is_newest_committed": False}, "**not reached**", id="newest-lost"),
+    ],
+)
+def test_slow_storage_may_cost_no_save(more: Record, verdict: str) -> None:
+    record = saves("stepfast_blob", 1.0, 1.0, kind="slow_store", is_busy=True)
+    counts = {"store": "azurite", "skipped": 0, "dropped": 0, "waited": 0, "is_newest_committed": True, **more}
+    assert row_of("Stall while the save before is being persisted, slow Azurite", {**record, **counts})[4] == verdict
+
+
+def test_slow_disk_shows_the_peers_beside_ours() -> None:
+    records = [
+        {**saves(peer, stall, kind="slow_store", is_busy=True), "store": "disk"}
+        for peer, stall in (("stepfast", 1.1), ("nvrx", 7.0))
+    ]
+    name = "Stall while the save before is being persisted, slow disk"
+    row = row_of(name, *records)
+    assert row[1] == "plain copy 1.00 s; nvrx 7.00 s (7.00 ×)"
+    assert row[3:] == ["1.10 × (1.10 s, n=1); 0 not saved", "reached"]
+    table = slowstores.table(select(records), PLAN.titles)
+    assert "| NVRx | disk | 7.00 (7.00 ×) | 7.00 | 1 of 1 | 0 | — | — |" in table
+    missing = {"kind": "slow_store", "peer": "stepfast", "store": "disk", "status": "missing", "error": "not root"}
+    assert row_of(name, missing)[3] == "not measured: missing: not root"
+
+
+def test_uploads_are_held_against_the_fastest_of_others() -> None:
+    record = {
+        "kind": "blob", "size_bytes": 2**30, "missing": {"obstore": "no wheel"},
+        "samples": {
+            "stepfast_store": [{"seconds": 1.0}, {"seconds": 9.0}, {"seconds": 2.0}],
+            "stepfast_agent": [{"seconds": 4.0}], "adlfs": [{"seconds": 5.0}], "adlfs_8": [{"seconds": 3.0}],
+        },
+    }  # fmt: skip
+    medians = blobs.medians_of(select([record]))
+    assert medians == {2**30: {"stepfast_store": 2.0, "stepfast_agent": 4.0, "adlfs": 5.0, "adlfs_8": 3.0}}
+    assert "1. obstore: no wheel" in trials.blob_table(select([record]))
+    assert row_of("Uploaded to Azurite", record)[4] == "reached"
+    row = row_of("Persisted to Azurite", record)
+    assert (row[1], row[4]) == ("adlfs_8 341 MiB/s", "**not reached**")
+
+
+@pytest.mark.parametrize(("peer", "persist"), [("stepfast", "10.0"), ("nvrx", "10.0"), ("torch_save", "1.50")])
+def test_persist_is_from_the_return_of_a_save_that_returns_earlier(peer: str, persist: str) -> None:
+    record = saves(peer, 1.0, 1.5, stamping_seconds=2.0)
+    row = next(line for line in peers.peer_table(select([record]), PLAN, LAYOUT) if "1.50 (1.50 ×)" in line)
+    assert row.split(" | ")[3].strip("*") == persist
+
+
+def test_failure_before_a_cell_was_known_counts_until_the_kind_is_measured_again() -> None:
+    broken = {"kind": "recovery", "peer": "stepfast", "status": "failed", "error": "no torch"}
+    name = "Recovery on one machine, 1 rank"
+    assert row_of(name, broken)[3] == "not measured: failed: no torch"
+    done = [a_recovery("stepfast", 1.0), a_recovery("python", 1.0)]
+    assert row_of(name, broken, MACHINE, *done)[4] == "reached"
 
 
 def test_newest_run_counts_and_its_samples_are_pooled() -> None:
