@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 HOUR, DAY = 3600.0, 86_400.0
-RECORDED = Path(__file__).parent / "traces" / "infinitehbd-400-servers.txt"
+RECORDED = Path(__file__).parent / "recorded" / "infinitehbd-400-servers.txt"
 RECORDED_SERVERS = 400
 LLAMA_SERVERS = 2048  # 16,384 GPUs
 LLAMA_MTBF_SECONDS = 54 * DAY / 419
