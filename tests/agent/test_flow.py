@@ -151,6 +151,30 @@ def test_step_that_the_gang_gave_up_is_pending_again_once_everything_is_flushed(
     assert 1 in flow.pending_steps(), "a flush needs no decision"
 
 
+def test_slot_that_is_still_copied_into_is_not_handed_out_again() -> None:
+    flow = flow_of(1, slots=3)
+    stage(flow, 0, 1, due=False)
+    copied, _ = flow.reserve(0, ())
+    assert copied is not None
+    other, _ = flow.reserve(0, (), (copied.slot,))
+    assert other is not None
+    assert other.slot != copied.slot
+    assert flow.reserve(0, (), (copied.slot, other.slot))[0] is None
+    assert flow.reusable_slots(0) == []
+
+    flow.staged(0, copied.slot, record(0, 2, copied.seq, due=False))
+    flow.staged(0, other.slot, record(0, 3, other.seq, due=False))
+    assert len(flow.reusable_slots(0)) == 2
+
+
+def test_slot_that_is_still_copied_into_stays_its_ranks_under_a_new_agent() -> None:
+    flow = flow_of(1, slots=2)
+    chosen, _ = flow.reserve(0, (), (0,))
+
+    assert chosen is not None
+    assert chosen.slot == 1
+
+
 def test_newest_whole_step_is_not_dropped_whatever_is_decided() -> None:
     flow = flow_of(1, slots=2)
     stage(flow, 0, 1)

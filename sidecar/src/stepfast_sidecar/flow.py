@@ -100,6 +100,7 @@ class RunFlow:
         self.holdings: dict[tuple[int, int], Holding] = {}
         self._steps: dict[int, _Step] = {}
         self._wanted: set[int] = set()
+        self._copying: dict[int, set[int]] = {}  # by rank, reserved slots that it has not given up
         self._flushing = False
         self._blocked = False  # persisting fails at present; `retry` lifts it
 
@@ -127,8 +128,14 @@ class RunFlow:
         """Whether the step is known to be committed."""
         return step in self._steps and self._steps[step].committed
 
-    def reserve(self, rank: int, drop: Collection[int]) -> tuple[Holding | None, list[Effect]]:
-        """The slot for the rank's next save, or None while it has to wait, and what was dropped for it."""
+    def reserve(
+        self, rank: int, drop: Collection[int], copying: Collection[int] = ()
+    ) -> tuple[Holding | None, list[Effect]]:
+        """The slot for the rank's next save, or None while it has to wait, and what was dropped for it.
+
+        `copying`: slots of earlier saves that the rank has not staged yet, and will.
+        """
+        self._copying[rank] = set(copying)
         effects = [effect for step in sorted(set(drop)) for effect in self._drop(step)]
         candidates = [h for h in self.slots_of(rank) if self._is_reusable(h)]
         if not candidates:
@@ -155,8 +162,10 @@ class RunFlow:
 
     def _is_reusable(self, holding: Holding) -> bool:
         match holding.held:
+            case Held.FREE | Held.RESERVED if holding.slot in self._copying.get(holding.rank, ()):
+                return False  # FREE: an earlier agent reserved it
             case Held.FREE | Held.PERSISTED | Held.RESERVED:
-                # RESERVED: the rank asked again, so it gave the earlier reservation up (one save at a time).
+                # RESERVED: the rank asked again and does not copy into it, so it gave the earlier reservation up.
                 return True
             case Held.PERSISTING:
                 return False
@@ -185,6 +194,7 @@ class RunFlow:
             due=record.due or self._flushing or record.step in self._wanted,
         )
         self.holdings[(rank, slot)] = holding
+        self._copying.get(rank, set()).discard(slot)
         step = self._steps.setdefault(record.step, _Step())
         step.files[rank] = record.files
         if record.window_bytes < record.file_bytes:

@@ -259,7 +259,7 @@ class _RankServer:
     def _choose(self, message: Reserve, plan: SlotPlan) -> Holding | None:
         if not any(self._slots.fits(index, plan) for index in self._slots.indexes):
             return None
-        holding, effects = self._run.flow.reserve(self._rank, message.drop)
+        holding, effects = self._run.flow.reserve(self._rank, message.drop, message.copying)
         self._room.carry_out(self._run, effects)
         if holding is not None and not self._slots.fits(holding.slot, plan):
             return None  # it is reusable now, and is made anew to measure
@@ -289,6 +289,8 @@ class _RankServer:
             run.count_save(record.step, message.stall_seconds)
             self._agent.metrics.staged(record.file_bytes, message.stall_seconds)
         self._room.carry_out(run, run.flow.staged(self._rank, message.slot, record))
+        if self._session.waiting:
+            self._room.wake()  # the rank's step before is its newest no longer
 
     def _offered(self, message: Staged) -> SlotRecord | None:
         """What the slot holds; None when it is not news. Raises ProtocolError when the rank may not say so."""

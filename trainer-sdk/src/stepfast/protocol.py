@@ -89,7 +89,8 @@ class Expect(Message):
 class Reserve(Message):
     """Asks for a slot for one window of a file; answered by Reserved or Failure, when there is one.
 
-    `drop`: steps that the gang decided to give up (I7).
+    `drop`: steps that the gang decided to give up (I7). `copying`: slots reserved before, whose copies are under way:
+    what else is reserved and not staged was given up.
     """
 
     id: int
@@ -98,6 +99,7 @@ class Reserve(Message):
     size_bytes: int
     window_begin: int
     drop: tuple[int, ...]
+    copying: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_step(self.step)
@@ -105,6 +107,7 @@ class Reserve(Message):
         _check(0 < self.size_bytes <= MAX_SAVE_BYTES, f"size_bytes {self.size_bytes}")
         _check(0 <= self.window_begin < self.size_bytes, f"window_begin {self.window_begin}")
         _check(len(self.drop) <= 1024, "drop")
+        _check(len(self.copying) <= 1024, "copying")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
