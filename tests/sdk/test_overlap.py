@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from stepfast.errors import CheckpointNotFound, StorageUnavailable
+from stepfast.slot import CONTROL_BYTES, SlotState, read_control
 from stepfast.step import JobKey, Tier
 from stepfast.torch import Checkpointer, every, link
 
@@ -451,7 +452,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_process_killed_during_a_copy_leaves_the_step_before_as_the_newest(
-    agent_bench: Any, tmp_path: Path, device: Deferring, until: Callable[..., Any]
+    agent_bench: Any, shared_agent: Any, tmp_path: Path, device: Deferring, until: Callable[..., Any]
 ) -> None:
     here = f"""
 import sys
@@ -467,14 +468,21 @@ class Here:
     script = tmp_path / "killed.py"
     script.write_text(here + KILLED)
     variables = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
+    run = f"{uuid.uuid4().hex[:8]}-1"
     variables |= {
-        "STEPFAST_JOB": str(agent_bench.job), "STEPFAST_RUN": f"{uuid.uuid4().hex[:8]}-1",
+        "STEPFAST_JOB": str(agent_bench.job), "STEPFAST_RUN": run,
         "STEPFAST_STORAGE_URI": agent_bench.storage.as_uri(), "STEPFAST_SOCKET": agent_bench.socket,
     }  # fmt: skip
     killed = subprocess.run(
         [sys.executable, str(script)], env=variables, capture_output=True, text=True, timeout=120, check=False
     )
     assert "saved 2" in killed.stdout, killed.stderr
+    pages = [
+        read_control(file.read_bytes()[:CONTROL_BYTES]) for file in shared_agent.memory.rglob("*") if file.is_file()
+    ]
+    found = {page.record.step: page.state for page in pages if page.record is not None and page.record.run == run}
+    assert found[2] is SlotState.WRITING
+    assert found[1] in (SlotState.STAGED, SlotState.PERSISTED)
 
     until((agent_bench.step_folder(1) / "manifest.json").exists, "the flush of what was staged")
     assert Training(agent_bench).checkpointer.restore() == 1
