@@ -175,6 +175,34 @@ def test_slot_that_is_still_copied_into_stays_its_ranks_under_a_new_agent() -> N
     assert chosen.slot == 1
 
 
+def test_step_that_one_rank_gave_up_is_nobodys_whenever_the_others_stage_it() -> None:
+    flow = flow_of(3)
+    stage(flow, 0, 5)
+    reserved, _ = flow.reserve(1, ())
+    assert reserved is not None
+    assert drops(flow.rank_gave_up(1, 5)) == [5]
+    assert drops(stage(flow, 2, 5)) == [5]
+
+    assert flow.pending_steps() == []
+    assert all(len(flow.reusable_slots(rank)) == 3 for rank in range(3))
+
+
+def test_step_that_a_rank_gave_up_is_whole_when_it_stages_it_after_all() -> None:
+    flow = flow_of(1)
+    flow.rank_gave_up(0, 5)
+    flow.rank_begins(0, 5)
+
+    assert persists(stage(flow, 0, 5)) == [5]
+
+
+def test_step_that_is_on_its_way_is_not_given_up_by_what_a_rank_says() -> None:
+    flow = flow_of(1)
+    assert persists(stage(flow, 0, 5)) == [5]
+
+    assert flow.rank_gave_up(0, 5) == []
+    assert flow.persisting_steps() == (5,)
+
+
 def test_newest_whole_step_is_not_dropped_whatever_is_decided() -> None:
     flow = flow_of(1, slots=2)
     stage(flow, 0, 1)

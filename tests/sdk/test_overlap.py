@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from stepfast.errors import CheckpointNotFound, StorageUnavailable
+from stepfast.protocol import GaveUp, Message
 from stepfast.slot import CONTROL_BYTES, SlotState, read_control
 from stepfast.step import JobKey, Tier
 from stepfast.torch import Checkpointer, every, link
@@ -304,6 +305,26 @@ def test_parameter_changed_too_early_gives_the_step_up_and_the_next_save_waits(
     assert [found.step for found in training.checkpointer.steps()][-1] == 3
     assert 2 not in [found.step for found in training.checkpointer.steps()]
     assert_same(expected, restored(agent_bench, 3))
+
+
+def test_step_given_up_is_told_to_the_agent_and_may_be_saved_again_on_request(
+    device: Deferring, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert training.checkpointer._link is not None
+    told: list[Message] = []
+    tell = training.checkpointer._link.tell
+    monkeypatch.setattr(training.checkpointer._link, "tell", lambda message: (told.append(message), tell(message)))
+    saved = training.checkpointer.save(2)
+    with torch.no_grad():
+        training.model.first.weight.mul_(2.0)
+    device.told.set()
+    with pytest.raises(CheckpointNotFound):
+        saved.wait(Tier.MEMORY, SECONDS)
+    assert GaveUp(step=2) in told
+
+    training.checkpointer._link.save_requested = True
+    monkeypatch.setattr(training.checkpointer, "_wait_for_the_end", lambda step: None)
+    training.checkpointer.save(2).wait(timeout_seconds=SECONDS)
 
 
 def test_change_is_seen_through_an_alias_with_a_count_of_its_own(agent_bench: Any, device: Deferring) -> None:

@@ -3,8 +3,9 @@
 Events are methods; each returns the effects to carry out. Invariants owned here:
  I4 A slot is given to a new save only when its bytes are persisted, given up by the gang, or older than a newer step
     that the same rank holds whole.
- I7 A step that is due is dropped only when the gang decided so, and then whole: on every rank of the node at once. A
-    flush needs no decision: everything held becomes due, newest first.
+ I7 A step that is due is dropped only when the gang decided so, and then whole: on every rank of the node at once, or
+    when a rank could not stage it, so that it can never be whole. A flush needs no decision: everything held becomes
+    due, newest first.
  I1 A slot that an earlier run of the job left to this one is memory to be used again, never bytes of this run.
 """
 
@@ -16,6 +17,8 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from stepfast.slot import SlotRecord
+
+_MISSING_REMEMBERED = 64  # steps that a rank gave up: the others stage the same ones within a step or two
 
 
 class Held(StrEnum):
@@ -101,6 +104,7 @@ class RunFlow:
         self._steps: dict[int, _Step] = {}
         self._wanted: set[int] = set()
         self._copying: dict[int, set[int]] = {}  # by rank, reserved slots that it has not given up
+        self._missing: dict[int, set[int]] = {}  # by step, the ranks that gave it up
         self._flushing = False
         self._blocked = False  # persisting fails at present; `retry` lifts it
 
@@ -195,6 +199,8 @@ class RunFlow:
         )
         self.holdings[(rank, slot)] = holding
         self._copying.get(rank, set()).discard(slot)
+        if self._missing.get(record.step):
+            return self._free(record.step)
         step = self._steps.setdefault(record.step, _Step())
         step.files[rank] = record.files
         if record.window_bytes < record.file_bytes:
@@ -268,6 +274,20 @@ class RunFlow:
 
     def give_up(self, step: int) -> list[Effect]:
         """The step's bytes cannot be persisted at all (its slot was damaged by its owner)."""
+        return [*self._free(step), *self._next()]
+
+    def rank_begins(self, rank: int, step: int) -> None:
+        """The rank is about to stage the step, be it that it gave it up before."""
+        self._missing.get(step, set()).discard(rank)
+
+    def rank_gave_up(self, rank: int, step: int) -> list[Effect]:
+        """The rank will not stage the step: what the others stage of it would never be whole."""
+        self._missing.setdefault(step, set()).add(rank)
+        while len(self._missing) > _MISSING_REMEMBERED:
+            del self._missing[min(self._missing)]
+        state = self._steps.get(step)
+        if state is not None and (state.persisting or state.parted):
+            return []  # it had staged it before
         return [*self._free(step), *self._next()]
 
     def committed(self, step: int) -> None:

@@ -20,6 +20,7 @@ from stepfast.protocol import (
     Fetch,
     Fetched,
     FinalSaved,
+    GaveUp,
     Hello,
     Message,
     Progress,
@@ -122,6 +123,8 @@ class _RankServer:
                 self._agent.changed(False)
             case Staged():
                 self._staged(message)
+            case GaveUp():
+                self._room.carry_out(run, run.flow.rank_gave_up(self._rank, message.step))
             case Reserve():
                 self._spawn(self._answering(message.id, self._reserve(message)))
             case Expect():
@@ -216,6 +219,7 @@ class _RankServer:
     async def _reserve(self, message: Reserve) -> None:
         if message.window_begin == 0:
             self._session.begin_stream()
+            self._run.flow.rank_begins(self._rank, message.step)
         elif self._session.stream_broken:
             raise RequestFailed("StorageUnavailable", "the persister died with windows of this file: begin again")
         while True:

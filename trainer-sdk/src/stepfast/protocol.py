@@ -135,6 +135,16 @@ class Skipped(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GaveUp(Message):
+    """This rank has reserved a slot for the step and will not stage it: the step is nobody's any more."""
+
+    step: int
+
+    def __post_init__(self) -> None:
+        _check_step(self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Message):
     """Heartbeat: this rank finished the step. `total_steps`: how many it is to make in all; 0: it has not said."""
 
@@ -340,7 +350,7 @@ class Status(Message):
 
 
 FROM_RANK = (
-    Hello, Expect, Reserve, Staged, Skipped, Progress, Restored, Steps, Supersede, Fetch, Want, FinalSaved, Bye,
+    Hello, Expect, Reserve, Staged, Skipped, GaveUp, Progress, Restored, Steps, Supersede, Fetch, Want, FinalSaved, Bye,
 )  # fmt: skip
 FROM_SUPERVISOR = (Watch, RequestSave, FlushRun)
 FROM_AGENT = (

@@ -20,6 +20,7 @@ from stepfast.protocol import (
     Committed,
     Dropped,
     Expect,
+    GaveUp,
     Hello,
     Message,
     PersistFailed,
@@ -183,6 +184,11 @@ class AgentLink:
             self._dropped.add(step)
             self._wanted.discard(step)
             self._changed.notify_all()
+        self.tell(GaveUp(step=step))
+
+    def begin(self, step: int) -> None:
+        """The step is staged now, be it that it was given up before."""
+        self._dropped.discard(step)
 
     def is_settled(self, step: int) -> bool:
         """Whether the step was committed or dropped: nobody persists it any more."""

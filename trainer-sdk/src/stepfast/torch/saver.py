@@ -110,6 +110,7 @@ class AgentSaver:
                 step=save.step, name=self._name, size_bytes=size, window_begin=begin, drop=save.drop,
                 copying=self._overlap.slots,
             )  # fmt: skip
+            self._link.begin(save.step)  # behind the answer: what the agent said of an earlier try has arrived
             slot, _ = self._link.maps.take(reserved.slot, reserved.capacity_bytes, descriptor)
             slot.pin()
             self.slots, self.persisting = reserved.slots, reserved.persisting
