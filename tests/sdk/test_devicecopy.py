@@ -37,17 +37,6 @@ class Event:
         self.log.append((self.name, "awaited", ""))
 
 
-class Target:
-    """Notes when it is written to."""
-
-    def __init__(self, name: str, log: list[Any]) -> None:
-        self.name, self.log = name, log
-
-    def copy_(self, source: torch.Tensor, *, non_blocking: bool) -> None:
-        assert non_blocking
-        self.log.append((self.name, "copied", float(source)))
-
-
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     made: list[Any] = []
@@ -57,6 +46,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(("on", stream.name, ""))
         yield
 
+    def copy(targets: list[str], sources: list[torch.Tensor], *, non_blocking: bool) -> None:
+        assert non_blocking
+        made.extend((target, "copied", float(source)) for target, source in zip(targets, sources, strict=True))
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current", made))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", made))
     monkeypatch.setattr(torch.cuda, "stream", on)
@@ -65,7 +59,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_training_waits_on_the_device_for_what_may_not_be_late_and_for_that_alone(log: list[Any]) -> None:
-    targets: Any = [Target(name, log) for name in ("late", "ordered")]
+    targets: Any = ["late", "ordered"]
     pending = CudaCopy().begin(targets, [torch.tensor(1.0), torch.tensor(2.0)], [True, False])
 
     assert log == [
@@ -84,7 +78,7 @@ def test_training_waits_on_the_device_for_what_may_not_be_late_and_for_that_alon
 
 
 def test_nothing_waits_when_all_may_be_late(log: list[Any]) -> None:
-    targets: Any = [Target("late", log)]
+    targets: Any = ["late"]
     CudaCopy().begin(targets, [torch.tensor(1.0)], [True])
 
     assert ("current", "waits for", "side") not in log

@@ -106,12 +106,11 @@ class CudaCopy:
             side, current = self._stream(device), torch.cuda.current_stream(device)
             side.wait_stream(current)
             with torch.cuda.stream(side), torch.no_grad():
-                for index in ordered:
-                    targets[index].copy_(sources[index], non_blocking=True)
                 if ordered:
+                    _copy_in_order(targets, sources, ordered)
                     current.wait_stream(side)
-                for index in deferred:
-                    targets[index].copy_(sources[index], non_blocking=True)
+                if deferred:
+                    _copy_in_order(targets, sources, deferred)
                 # Who waits for it sleeps: a thread that spun would take a core, and the GIL's turns, from training.
                 done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # nor this
                 done.record(side)
@@ -144,6 +143,10 @@ class CudaCopy:
             _with_context(lambda cudart: cudart.cudaHostUnregister(address))
         except (RuntimeError, OSError) as error:
             log.warning("stepfast: shared memory stays page-locked until this process ends: %s", error)
+
+
+def _copy_in_order(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], indexes: Sequence[int]) -> None:
+    torch._foreach_copy_([targets[i] for i in indexes], [sources[i] for i in indexes], non_blocking=True)
 
 
 def _with_context(call: Callable[[Any], int]) -> bool:

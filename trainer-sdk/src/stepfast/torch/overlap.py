@@ -17,8 +17,11 @@ import logging
 import os
 import queue
 import threading
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -30,18 +33,21 @@ from stepfast.torch.state import PLAIN_TENSORS
 
 log = logging.getLogger("stepfast")
 
+_version, _shape = attrgetter("_version"), attrgetter("shape")
+_pointer, _stride = torch.Tensor.data_ptr, torch.Tensor.stride
+
 
 class Copying:
     """One step's copies, on their way into one slot."""
 
     def __init__(
         self, step: int, slot: int, *, is_due: bool, pending: Pending, sources: Sequence[torch.Tensor],
-        watched: Sequence[tuple[int, torch.Tensor, int]], names: Sequence[str],
+        watch: Watch, names: Sequence[str],
     ) -> None:  # fmt: skip
         self.step, self.slot, self.is_due = step, slot, is_due
         self._pending = pending
         self._sources = sources  # held: their memory must not be given to others before it is read
-        self._watched = watched  # the source's index, a tensor of the same memory, and its version at the save
+        self._watch = watch
         self._names = names
         self._settled = threading.Lock()
         self._is_settled = False
@@ -61,8 +67,8 @@ class Copying:
         with self._settled:
             if not self._is_settled:
                 self._is_settled = True
-                changed = (index for index, tensor, version in self._watched if tensor._version != version)
-                self.changed = next((self._names[index] for index in changed), None)
+                changed = self._watch.changed()
+                self.changed = self._names[changed] if changed is not None else None
 
 
 class Overlap:
@@ -73,6 +79,7 @@ class Overlap:
         self._hooks: list[Any] = []  # torch.utils.hooks.RemovableHandle
         self._stepped: set[int] = set()
         self._captured: set[int] = set()
+        self._deferral: Deferral | None = None
         self._open: list[Copying] = []
         self._changed = threading.Condition()
         self._jobs: queue.SimpleQueue[tuple[Copying, Callable[[str | None], None]] | None] = queue.SimpleQueue()
@@ -121,21 +128,25 @@ class Overlap:
 
     # ------------------------------------------------------------ one copy
 
-    def plan(self, sources: Sequence[torch.Tensor]) -> Deferral:
-        """Which of the sources may be copied late."""
+    def plan(self, sources: Sequence[torch.Tensor]) -> tuple[Sequence[bool], Watch]:
+        """Which of the sources may be copied late, and how they are now."""
         if not self._hooks:
             self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self._optimizers]
         stepped, self._stepped = self._stepped, set()
         seen = [o for o in self._optimizers if id(o) in stepped and id(o) not in self._captured]
-        return Deferral(sources, (tensor for optimizer in seen for tensor in _tensors_of(optimizer)))
+        changing = [tensor for optimizer in seen for tensor in _tensors_of(optimizer)]
+        if self._deferral is None or not self._deferral.is_still(sources, changing):
+            self._deferral = Deferral(sources, changing)
+        return self._deferral.is_deferrable, self._deferral.watch(sources, changing)
 
     def begin(
-        self, slot: MappedSlot, plan: SavePlan, header_tail: bytes, sources: Sequence[torch.Tensor], deferral: Deferral
-    ) -> Pending | None:
+        self, slot: MappedSlot, plan: SavePlan, header_tail: bytes, sources: Sequence[torch.Tensor],
+        deferrable: Sequence[bool],
+    ) -> Pending | None:  # fmt: skip
         """Begins the copies into the slot; None: all is there."""
         if self._device is None:
             raise AssertionError("there is no device to copy from")
-        return slot.begin(plan, header_tail, sources, self._device, deferral.is_deferrable)
+        return slot.begin(plan, header_tail, sources, self._device, deferrable)
 
     def follow(self, copying: Copying, finish: Callable[[str | None], None]) -> None:
         """Calls `finish` from a thread once the copies are complete, with why not when they are no good."""
@@ -183,34 +194,77 @@ class Overlap:
 
 
 class Deferral:
-    """Which sources may be copied late: those within the memory of tensors that optimizers change."""
+    """Which sources may be copied late: those within the memory of tensors that optimizers change.
 
-    def __init__(self, sources: Sequence[torch.Tensor], changing: Iterable[torch.Tensor]) -> None:
-        owners = sorted(((*_span(tensor), tensor) for tensor in changing if _is_plain(tensor)), key=lambda o: o[0])
-        begins = [begin for begin, _, _ in owners]
-        self.is_deferrable: list[bool] = []
-        self.watched: list[tuple[int, torch.Tensor, int]] = []
+    Found once and used again while the same tensors lie at the same places: a save looks at lists alone. Holds none of
+    them: an optimizer that loads a state would have its old one beside the new.
+    """
+
+    def __init__(self, sources: Sequence[torch.Tensor], changing: Sequence[torch.Tensor]) -> None:
+        self._key = _key(sources, changing)
+        self._changing = list(map(weakref.ref, changing))
+        ends = sorted((*_span(tensor), place) for place, tensor in enumerate(changing) if _is_plain(tensor))
+        begins = [begin for begin, _, _ in ends]
+        self.is_deferrable = [False] * len(sources)
+        self._late: list[int] = []
+        self._owners: list[int] = []
         for index, source in enumerate(sources):
-            owner = None
-            if owners and _is_plain(source, dense=False):
-                begin, end = _span(source)
-                place = bisect_right(begins, begin) - 1
-                owner = owners[place][2] if place >= 0 and end <= owners[place][1] else None
-            self.is_deferrable.append(owner is not None)
-            if owner is not None:
-                # Both: an alias made by `.data` has a version of its own.
-                self.watched += [(index, tensor, tensor._version) for tensor in (source, owner)]
+            if not _is_plain(source, dense=False):
+                continue
+            begin, end = _span(source)
+            place = bisect_right(begins, begin) - 1
+            if place >= 0 and end <= ends[place][1]:
+                self.is_deferrable[index] = True
+                self._late.append(index)
+                self._owners.append(ends[place][2])
+
+    def is_still(self, sources: Sequence[torch.Tensor], changing: Sequence[torch.Tensor]) -> bool:
+        """Whether it holds for these too."""
+        known = [ref() for ref in self._changing]
+        is_same = len(known) == len(changing) and all(map(is_, known, changing))
+        return is_same and self._key == _key(sources, changing)
+
+    def watch(self, sources: Sequence[torch.Tensor], changing: Sequence[torch.Tensor]) -> Watch:
+        """What is copied late of these, as it is now. Owners too: an alias made by `.data` has a count of its own."""
+        late = [*map(sources.__getitem__, self._late), *map(changing.__getitem__, self._owners)]
+        return Watch(indexes=self._late * 2, tensors=late, versions=list(map(_version, late)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """Tensors, each with the index of the source that it is about and its version at the save."""
+
+    indexes: Sequence[int]
+    tensors: Sequence[torch.Tensor]
+    versions: Sequence[int]
+
+    def changed(self) -> int | None:
+        """The index of one that is not as it was."""
+        now = list(map(_version, self.tensors))
+        if now == self.versions:
+            return None
+        pairs = zip(self.indexes, now, self.versions, strict=True)
+        return next(index for index, version, was in pairs if version != was)
+
+
+def _key(sources: Sequence[torch.Tensor], changing: Sequence[torch.Tensor]) -> list[list[object]]:
+    both = [*sources, *changing]
+    return [list(map(_pointer, both)), list(map(_stride, both)), list(map(_shape, both))]
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
-        yield from group["params"]
+        yield from (value for value in group["params"] if _is_known(value))
     for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        yield from (value for value in state.values() if _is_known(value))
+
+
+def _is_known(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and type(value) in PLAIN_TENSORS and value.layout is torch.strided
 
 
 def _is_plain(tensor: torch.Tensor, *, dense: bool = True) -> bool:
-    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_inference():
+    if tensor.is_inference():
         return False
     begin, end = _span(tensor)
     return tensor.numel() > 0 and (not dense or end - begin == tensor.numel() * tensor.element_size())
@@ -223,4 +277,4 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (reach + 1) * tensor.element_size()
 
 
-__all__ = ["Copying", "Deferral", "Overlap"]
+__all__ = ["Copying", "Deferral", "Overlap", "Watch"]

@@ -140,8 +140,8 @@ class AgentSaver:
 
     def _begin(self, slot: MappedSlot, record: SlotRecord, reserved: Reserved, save: Save) -> None:
         """Leaves the copies to go on, and what is to be done when they are there to the thread that follows them."""
-        deferral = self._overlap.plan(save.sources)
-        pending = self._overlap.begin(slot, save.plan, save.header_tail, save.sources, deferral)
+        deferrable, watch = self._overlap.plan(save.sources)
+        pending = self._overlap.begin(slot, save.plan, save.header_tail, save.sources, deferrable)
         stall = time.perf_counter() - save.began
         if pending is None:
             self._overlap.drain()
@@ -149,7 +149,7 @@ class AgentSaver:
             return
         copying = Copying(
             save.step, reserved.slot, is_due=save.due, pending=pending, sources=save.sources,
-            watched=deferral.watched, names=save.plan.names,
+            watch=watch, names=save.plan.names,
         )  # fmt: skip
 
         def finish(why_not: str | None) -> None:
