@@ -7,6 +7,8 @@ ones no sooner than that, and what training does to them before is what a tear w
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import inspect
 import logging
 import os
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -507,6 +510,18 @@ class Here:
 
     until((agent_bench.step_folder(1) / "manifest.json").exists, "the flush of what was staged")
     assert Training(agent_bench).checkpointer.restore() == 1
+
+
+def test_nothing_of_a_step_that_is_complete_keeps_the_devices_memory(
+    device: Deferring, training: Training, until: Callable[..., Any]
+) -> None:
+    saved = training.checkpointer.save(2)
+    device.told.set()
+    saved.wait(timeout_seconds=SECONDS)
+    old = weakref.ref(next(iter(training.optimizer.state.values()))["exp_avg"])
+    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+
+    until(lambda: gc.collect() >= 0 and old() is None, "the old state's end")
 
 
 # ---------------------------------------------------------------- page-locked slots
