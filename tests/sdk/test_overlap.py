@@ -433,8 +433,9 @@ def test_end_sees_through_what_is_still_copied(
 
 
 def test_restore_waits_for_what_is_still_copied(
-    agent_bench: Any, device: Deferring, training: Training, assert_same: Any
+    agent_bench: Any, device: Deferring, training: Training, until: Callable[..., Any], assert_same: Any
 ) -> None:
+    until((agent_bench.step_folder(1) / "manifest.json").exists, "the commit of what is restored")
     expected = training.state()
     saved = training.checkpointer.save(2)
     with beside(lambda: training.checkpointer.restore(1)) as restoring:
