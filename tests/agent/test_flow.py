@@ -151,6 +151,58 @@ def test_step_that_the_gang_gave_up_is_pending_again_once_everything_is_flushed(
     assert 1 in flow.pending_steps(), "a flush needs no decision"
 
 
+def test_slot_that_is_still_copied_into_is_not_handed_out_again() -> None:
+    flow = flow_of(1, slots=3)
+    stage(flow, 0, 1, due=False)
+    copied, _ = flow.reserve(0, ())
+    assert copied is not None
+    other, _ = flow.reserve(0, (), (copied.slot,))
+    assert other is not None
+    assert other.slot != copied.slot
+    assert flow.reserve(0, (), (copied.slot, other.slot))[0] is None
+    assert flow.reusable_slots(0) == []
+
+    flow.staged(0, copied.slot, record(0, 2, copied.seq, due=False))
+    flow.staged(0, other.slot, record(0, 3, other.seq, due=False))
+    assert len(flow.reusable_slots(0)) == 2
+
+
+def test_slot_that_is_still_copied_into_stays_its_ranks_under_a_new_agent() -> None:
+    flow = flow_of(1, slots=2)
+    chosen, _ = flow.reserve(0, (), (0,))
+
+    assert chosen is not None
+    assert chosen.slot == 1
+
+
+def test_step_that_one_rank_gave_up_is_nobodys_whenever_the_others_stage_it() -> None:
+    flow = flow_of(3)
+    stage(flow, 0, 5)
+    reserved, _ = flow.reserve(1, ())
+    assert reserved is not None
+    assert drops(flow.rank_gave_up(1, 5)) == [5]
+    assert drops(stage(flow, 2, 5)) == [5]
+
+    assert flow.pending_steps() == []
+    assert all(len(flow.reusable_slots(rank)) == 3 for rank in range(3))
+
+
+def test_step_that_a_rank_gave_up_is_whole_when_it_stages_it_after_all() -> None:
+    flow = flow_of(1)
+    flow.rank_gave_up(0, 5)
+    flow.rank_begins(0, 5)
+
+    assert persists(stage(flow, 0, 5)) == [5]
+
+
+def test_step_that_is_on_its_way_is_not_given_up_by_what_a_rank_says() -> None:
+    flow = flow_of(1)
+    assert persists(stage(flow, 0, 5)) == [5]
+
+    assert flow.rank_gave_up(0, 5) == []
+    assert flow.persisting_steps() == (5,)
+
+
 def test_newest_whole_step_is_not_dropped_whatever_is_decided() -> None:
     flow = flow_of(1, slots=2)
     stage(flow, 0, 1)

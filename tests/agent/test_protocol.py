@@ -35,9 +35,10 @@ HELLO = Hello(
 EXAMPLES: list[Message] = [
     HELLO,
     protocol.Expect(size_bytes=1),
-    protocol.Reserve(id=1, step=5, name="state", size_bytes=10, window_begin=9, drop=(1, 2)),
+    protocol.Reserve(id=1, step=5, name="state", size_bytes=10, window_begin=9, drop=(1, 2), copying=(0, 3)),
     protocol.Staged(slot=2, seq=7, stall_seconds=0.25),
     protocol.Skipped(step=5),
+    protocol.GaveUp(step=5),
     Progress(step=5, time=1.5, metrics={"loss": 0.5}, total_steps=300),
     protocol.Restored(step=5, tier="Memory", time=1.5, seconds=0.5),
     protocol.Steps(id=2),

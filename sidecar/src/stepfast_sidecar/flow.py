@@ -3,8 +3,9 @@
 Events are methods; each returns the effects to carry out. Invariants owned here:
  I4 A slot is given to a new save only when its bytes are persisted, given up by the gang, or older than a newer step
     that the same rank holds whole.
- I7 A step that is due is dropped only when the gang decided so, and then whole: on every rank of the node at once. A
-    flush needs no decision: everything held becomes due, newest first.
+ I7 A step that is due is dropped only when the gang decided so, and then whole: on every rank of the node at once, or
+    when a rank could not stage it, so that it can never be whole. A flush needs no decision: everything held becomes
+    due, newest first.
  I1 A slot that an earlier run of the job left to this one is memory to be used again, never bytes of this run.
 """
 
@@ -16,6 +17,8 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from stepfast.slot import SlotRecord
+
+_MISSING_REMEMBERED = 64  # steps that a rank gave up: the others stage the same ones within a step or two
 
 
 class Held(StrEnum):
@@ -100,6 +103,8 @@ class RunFlow:
         self.holdings: dict[tuple[int, int], Holding] = {}
         self._steps: dict[int, _Step] = {}
         self._wanted: set[int] = set()
+        self._copying: dict[int, set[int]] = {}  # by rank, reserved slots that it has not given up
+        self._missing: dict[int, set[int]] = {}  # by step, the ranks that gave it up
         self._flushing = False
         self._blocked = False  # persisting fails at present; `retry` lifts it
 
@@ -127,8 +132,14 @@ class RunFlow:
         """Whether the step is known to be committed."""
         return step in self._steps and self._steps[step].committed
 
-    def reserve(self, rank: int, drop: Collection[int]) -> tuple[Holding | None, list[Effect]]:
-        """The slot for the rank's next save, or None while it has to wait, and what was dropped for it."""
+    def reserve(
+        self, rank: int, drop: Collection[int], copying: Collection[int] = ()
+    ) -> tuple[Holding | None, list[Effect]]:
+        """The slot for the rank's next save, or None while it has to wait, and what was dropped for it.
+
+        `copying`: slots of earlier saves that the rank has not staged yet, and will.
+        """
+        self._copying[rank] = set(copying)
         effects = [effect for step in sorted(set(drop)) for effect in self._drop(step)]
         candidates = [h for h in self.slots_of(rank) if self._is_reusable(h)]
         if not candidates:
@@ -155,8 +166,10 @@ class RunFlow:
 
     def _is_reusable(self, holding: Holding) -> bool:
         match holding.held:
+            case Held.FREE | Held.RESERVED if holding.slot in self._copying.get(holding.rank, ()):
+                return False  # FREE: an earlier agent reserved it
             case Held.FREE | Held.PERSISTED | Held.RESERVED:
-                # RESERVED: the rank asked again, so it gave the earlier reservation up (one save at a time).
+                # RESERVED: the rank asked again and does not copy into it, so it gave the earlier reservation up.
                 return True
             case Held.PERSISTING:
                 return False
@@ -185,6 +198,9 @@ class RunFlow:
             due=record.due or self._flushing or record.step in self._wanted,
         )
         self.holdings[(rank, slot)] = holding
+        self._copying.get(rank, set()).discard(slot)
+        if self._missing.get(record.step):
+            return self._free(record.step)
         step = self._steps.setdefault(record.step, _Step())
         step.files[rank] = record.files
         if record.window_bytes < record.file_bytes:
@@ -258,6 +274,20 @@ class RunFlow:
 
     def give_up(self, step: int) -> list[Effect]:
         """The step's bytes cannot be persisted at all (its slot was damaged by its owner)."""
+        return [*self._free(step), *self._next()]
+
+    def rank_begins(self, rank: int, step: int) -> None:
+        """The rank is about to stage the step, be it that it gave it up before."""
+        self._missing.get(step, set()).discard(rank)
+
+    def rank_gave_up(self, rank: int, step: int) -> list[Effect]:
+        """The rank will not stage the step: what the others stage of it would never be whole."""
+        self._missing.setdefault(step, set()).add(rank)
+        while len(self._missing) > _MISSING_REMEMBERED:
+            del self._missing[min(self._missing)]
+        state = self._steps.get(step)
+        if state is not None and (state.persisting or state.parted):
+            return []  # it had staged it before
         return [*self._free(step), *self._next()]
 
     def committed(self, step: int) -> None:

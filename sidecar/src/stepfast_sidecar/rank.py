@@ -20,6 +20,7 @@ from stepfast.protocol import (
     Fetch,
     Fetched,
     FinalSaved,
+    GaveUp,
     Hello,
     Message,
     Progress,
@@ -122,6 +123,8 @@ class _RankServer:
                 self._agent.changed(False)
             case Staged():
                 self._staged(message)
+            case GaveUp():
+                self._room.carry_out(run, run.flow.rank_gave_up(self._rank, message.step))
             case Reserve():
                 self._spawn(self._answering(message.id, self._reserve(message)))
             case Expect():
@@ -216,6 +219,7 @@ class _RankServer:
     async def _reserve(self, message: Reserve) -> None:
         if message.window_begin == 0:
             self._session.begin_stream()
+            self._run.flow.rank_begins(self._rank, message.step)
         elif self._session.stream_broken:
             raise RequestFailed("StorageUnavailable", "the persister died with windows of this file: begin again")
         while True:
@@ -259,7 +263,7 @@ class _RankServer:
     def _choose(self, message: Reserve, plan: SlotPlan) -> Holding | None:
         if not any(self._slots.fits(index, plan) for index in self._slots.indexes):
             return None
-        holding, effects = self._run.flow.reserve(self._rank, message.drop)
+        holding, effects = self._run.flow.reserve(self._rank, message.drop, message.copying)
         self._room.carry_out(self._run, effects)
         if holding is not None and not self._slots.fits(holding.slot, plan):
             return None  # it is reusable now, and is made anew to measure
@@ -289,6 +293,8 @@ class _RankServer:
             run.count_save(record.step, message.stall_seconds)
             self._agent.metrics.staged(record.file_bytes, message.stall_seconds)
         self._room.carry_out(run, run.flow.staged(self._rank, message.slot, record))
+        if self._session.waiting:
+            self._room.wake()  # the rank's step before is its newest no longer
 
     def _offered(self, message: Staged) -> SlotRecord | None:
         """What the slot holds; None when it is not news. Raises ProtocolError when the rank may not say so."""

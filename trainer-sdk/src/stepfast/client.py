@@ -167,13 +167,22 @@ class RankClient:
         self._connection.send(message)
 
     def reserve(
-        self, *, step: int, name: str, size_bytes: int, window_begin: int, drop: tuple[int, ...]
-    ) -> tuple[Reserved, int]:
+        self, *, step: int, name: str, size_bytes: int, window_begin: int, drop: tuple[int, ...],
+        copying: tuple[int, ...] = (),
+    ) -> tuple[Reserved, int]:  # fmt: skip
         """A slot and its file's descriptor, which the caller closes. Waits while memory is exhausted."""
         request = next(self._ids)
         message, descriptors = self._ask(
             request,
-            Reserve(id=request, step=step, name=name, size_bytes=size_bytes, window_begin=window_begin, drop=drop),
+            Reserve(
+                id=request,
+                step=step,
+                name=name,
+                size_bytes=size_bytes,
+                window_begin=window_begin,
+                drop=drop,
+                copying=copying,
+            ),
             None,
         )
         return _expect(message, Reserved), descriptors[0]

@@ -89,7 +89,8 @@ class Expect(Message):
 class Reserve(Message):
     """Asks for a slot for one window of a file; answered by Reserved or Failure, when there is one.
 
-    `drop`: steps that the gang decided to give up (I7).
+    `drop`: steps that the gang decided to give up (I7). `copying`: slots reserved before, whose copies are under way:
+    what else is reserved and not staged was given up.
     """
 
     id: int
@@ -98,6 +99,7 @@ class Reserve(Message):
     size_bytes: int
     window_begin: int
     drop: tuple[int, ...]
+    copying: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_step(self.step)
@@ -105,6 +107,7 @@ class Reserve(Message):
         _check(0 < self.size_bytes <= MAX_SAVE_BYTES, f"size_bytes {self.size_bytes}")
         _check(0 <= self.window_begin < self.size_bytes, f"window_begin {self.window_begin}")
         _check(len(self.drop) <= 1024, "drop")
+        _check(len(self.copying) <= 1024, "copying")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,16 @@ class Staged(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(Message):
     """The gang decided not to save this step (`onBusy: Skip`)."""
+
+    step: int
+
+    def __post_init__(self) -> None:
+        _check_step(self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaveUp(Message):
+    """This rank has reserved a slot for the step and will not stage it: the step is nobody's any more."""
 
     step: int
 
@@ -337,7 +350,7 @@ class Status(Message):
 
 
 FROM_RANK = (
-    Hello, Expect, Reserve, Staged, Skipped, Progress, Restored, Steps, Supersede, Fetch, Want, FinalSaved, Bye,
+    Hello, Expect, Reserve, Staged, Skipped, GaveUp, Progress, Restored, Steps, Supersede, Fetch, Want, FinalSaved, Bye,
 )  # fmt: skip
 FROM_SUPERVISOR = (Watch, RequestSave, FlushRun)
 FROM_AGENT = (

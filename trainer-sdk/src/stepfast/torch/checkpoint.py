@@ -19,29 +19,26 @@ from stepfast.admission import Decision, Interval, RankReport, Request, decide_s
 from stepfast.environment import Environment, absolute_storage_uri, read_environment
 from stepfast.errors import (
     AgentError,
-    AgentUnavailable,
     CheckpointerOpen,
-    CheckpointNotFound,
     StepOutOfOrder,
     StorageError,
-    StorageUnavailable,
 )
 from stepfast.layout import job_folder
 from stepfast.pacing import PaceKeeper
 from stepfast.protocol import FinalSaved, Restored, Skipped
-from stepfast.step import MAX_STEP, Tier
-from stepfast.storage import Store, open_store
+from stepfast.step import MAX_STEP
 from stepfast.torch.join import join_agent, join_gang
 from stepfast.torch.objects import ObjectSet
+from stepfast.torch.overlap import Overlap
 from stepfast.torch.planner import Planner
 from stepfast.torch.resume import Resumer
-from stepfast.torch.saver import AgentSaver, DirectSaver, Save
+from stepfast.torch.saver import Save
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source, committed_steps
+from stepfast.torch.writer import Saved, Writer
 
 log = logging.getLogger("stepfast")
 
 _FINAL_WAIT_SECONDS = 3600.0
-_OUTCOMES_KEPT = 100
 _SCRATCH = -1  # before step 0, which can be saved
 
 
@@ -57,26 +54,6 @@ def every(*, steps: int | None = None, seconds: float | None = None) -> Interval
     return Interval(steps=steps, seconds=seconds)
 
 
-class Saved:
-    """One save. `stall_seconds` is how long training stood still for it; `saved` is False when it was skipped."""
-
-    def __init__(self, checkpointer: Checkpointer, step: int, *, saved: bool, stall_seconds: float) -> None:
-        self._checkpointer = checkpointer
-        self.step = step
-        self.saved = saved
-        self.stall_seconds = stall_seconds
-
-    def wait(self, tier: Tier = Tier.PERSISTENT, timeout_seconds: float | None = None) -> None:
-        """Returns when the step is in that tier. Raises StorageUnavailable, CheckpointNotFound (skipped or dropped)."""
-        if not self.saved:
-            raise CheckpointNotFound(f"step {self.step} was skipped: memory was exhausted and onBusy is Skip")
-        if tier is Tier.PERSISTENT:
-            self._checkpointer._wait_committed(self.step, timeout_seconds)
-
-    def __repr__(self) -> str:
-        return f"Saved(step={self.step}, saved={self.saved}, stall_seconds={self.stall_seconds:.6f})"
-
-
 class Checkpointer:
     """Saves and restores a training job's objects; every rank makes one and calls it alike.
 
@@ -88,6 +65,8 @@ class Checkpointer:
     `every(seconds=)`; None takes what the launcher said, else auto.
     total_steps: how many steps training is to make; the job's status then shows how far it is.
     weights_only: False allows objects that only travel pickled to be restored, which runs their code.
+    overlap: False lets training wait until a GPU's tensors are copied, as it must where parameters are written between
+    a save and the optimizer's next step past torch's own count of changes (`parameter.data`).
     """
 
     def __init__(
@@ -99,6 +78,7 @@ class Checkpointer:
         name: str = "state",
         replicated: Sequence[str] = (),
         weights_only: bool = True,
+        overlap: bool = True,
         environment: Environment | None = None,
         **objects: Any,
     ) -> None:
@@ -109,23 +89,20 @@ class Checkpointer:
             self._environment = replace(self._environment, storage_uri=absolute_storage_uri(storage_uri))
         self._interval = _interval_of(interval, self._environment)
         self._objects = ObjectSet(objects, replicated)
-        self._file_name = name
         self._gang, self._environment = join_gang(self._environment)
         self._claim()
-        self._store: Store | None = None
-        self._direct: DirectSaver | None = None
         self._link = join_agent(self._environment, self._gang)
         if self._link is not None:
             self._link.total_steps = total
-        self._agent = AgentSaver(self._link, self._environment, name) if self._link is not None else None
+        device = self._link.device if self._link is not None and overlap else None
+        self._writer = Writer(self._link, self._environment, name, Overlap(device, self._objects.optimizers))
         self._source: Source = (
             AgentSource(self._link)
             if self._link is not None
-            else DirectSource(self._open_store(), job_folder(self._environment.job), run=self._environment.run)
+            else DirectSource(self._writer.store, job_folder(self._environment.job), run=self._environment.run)
         )
         self._planner = Planner(self._objects, self._environment, weights_only=weights_only)
-        self._newest: int | None = None  # newest step staged or saved
-        self._direct_saves: dict[int, StorageError | None] = {}  # steps that went straight to the storage, newest last
+        self._newest: int | None = None  # newest step staged, on its way or saved
         self._resumer = Resumer(
             self._source, self._gang, self._environment, self._objects, name=name, weights_only=weights_only
         )
@@ -175,7 +152,7 @@ class Checkpointer:
     def save(self, step: int) -> Saved:
         """Saves this step now. Every rank must call it with the same step. Raises StepOutOfOrder."""
         saved = self._consult(Request(step=step, explicit=True))
-        return saved if saved is not None else Saved(self, step, saved=step == self._newest, stall_seconds=0.0)
+        return saved if saved is not None else Saved(self._writer, step, saved=step == self._newest, stall_seconds=0.0)
 
     def restore(self, step: int | None = None) -> int:
         """Restores a committed step into the objects and returns it; 0 when there is none.
@@ -186,6 +163,7 @@ class Checkpointer:
         StorageError.
         """
         begin = time.perf_counter()
+        self._writer.drain()  # what is restored is written over what is copied
         resumed = self._resumer.resume(step)
         restored = resumed.step or 0
         self._branch_step = (_SCRATCH if resumed.step is None else restored) if resumed.is_rollback else None
@@ -212,7 +190,7 @@ class Checkpointer:
             if last is not None and (self._newest is None or last > self._newest):
                 self._consult(Request(step=last, explicit=True, must_persist=True))
             if self._newest is not None:
-                self._wait_committed(self._newest, timeout_seconds)
+                self._writer.wait_committed(self._newest, timeout_seconds)
         finally:
             self._end()
 
@@ -259,7 +237,7 @@ class Checkpointer:
     def _decide(self, request: Request, reports: Sequence[RankReport]) -> Decision:
         asked = self._link is not None and self._link.save_requested
         final = asked or any(report.wants_save for report in reports)
-        if request.step == self._newest and not final and self._direct_saves.get(request.step) is None:
+        if request.step == self._newest and not final and not self._writer.has_failed(request.step):
             # Saved already: under the same names, so other bytes would be taken for damage.
             return Decision(step=request.step, save=False, next_step=self._next_step, time=time.monotonic())
         decision = decide_save(
@@ -296,22 +274,17 @@ class Checkpointer:
         return True
 
     def _report(self, *, wants_save: bool = False) -> RankReport:
-        agent = self._agent
+        agent = self._writer.agent
         return RankReport(
             rank=self._environment.rank,
-            step=self._newest if agent is not None else None,
+            step=agent.staged_step if agent is not None else None,
             slots=agent.slots if agent is not None else 0,
             persisting=agent.persisting if agent is not None else (),
-            unpersisted=self._unpersisted(),
+            unpersisted=self._writer.unpersisted(),
             waited=self._link.waited_steps if self._link is not None else (),
             replicated=self._planner.plan.replicated_digest if self._planner.plan is not None else "",
             wants_save=wants_save or (self._link is not None and self._link.save_requested),
         )
-
-    def _unpersisted(self) -> tuple[int, ...]:
-        if self._agent is None or self._link is None:
-            return ()
-        return tuple(step for step in self._agent.unpersisted if not self._link.is_settled(step))
 
     def _save(self, decision: Decision, began: float) -> Saved:
         plan, header_tail, sources = self._planner.prepare(decision.step)
@@ -319,29 +292,11 @@ class Checkpointer:
             step=decision.step, due=decision.due, drop=decision.drop, plan=plan, header_tail=header_tail,
             sources=sources, began=began,
         )  # fmt: skip
-        self._write(save)
+        self._writer.write(save)
         stall = time.perf_counter() - began
         self._newest = _SAVED_THROUGH[self._run_key] = decision.step
         self._pace.save(decision.step, time.monotonic(), stall_seconds=stall, is_due=decision.due)
-        return Saved(self, decision.step, saved=True, stall_seconds=stall)
-
-    def _write(self, save: Save) -> None:
-        if self._agent is not None:
-            try:
-                self._agent.save(save)
-                return
-            except AgentUnavailable as error:
-                log.error("stepfast: %s; step %s goes straight to the storage", error, save.step)
-        outcome = None
-        try:
-            self._direct_saver().save(save)
-        except StorageError as error:
-            # A store that fails must not end training (nothing committed is touched); the next save tries again.
-            log.exception("stepfast: step %s was not saved", save.step)
-            outcome = error
-        self._direct_saves[save.step] = outcome
-        while len(self._direct_saves) > _OUTCOMES_KEPT:
-            del self._direct_saves[next(iter(self._direct_saves))]
+        return Saved(self._writer, decision.step, saved=True, stall_seconds=stall)
 
     def _announce(self) -> None:
         """Tells the agent, ahead of the first save, how large it will be."""
@@ -356,45 +311,21 @@ class Checkpointer:
         if self._link is None:
             return
         log.warning("stepfast: step %s is saved on request; waiting to be stopped", step)
-        self._wait_committed(step, _FINAL_WAIT_SECONDS)
+        self._writer.wait_committed(step, _FINAL_WAIT_SECONDS)
         self._link.tell(FinalSaved(step=step))
         threading.Event().wait(_FINAL_WAIT_SECONDS)
 
-    def _wait_committed(self, step: int, timeout_seconds: float | None) -> None:
-        if step in self._direct_saves:
-            error = self._direct_saves[step]
-            if error is not None:
-                raise StorageUnavailable(f"step {step} was not saved: {error}") from error
-            self._direct_saver().wait_committed(step, timeout_seconds)
-        elif self._link is not None:
-            self._link.wait_committed(step, timeout_seconds)
-
-    # ------------------------------------------------------------ agent and storage
-
-    def _open_store(self) -> Store:
-        if self._store is None:
-            self._store = open_store(self._environment.storage_uri)
-        return self._store
-
-    def _direct_saver(self) -> DirectSaver:
-        if self._direct is None:
-            self._direct = DirectSaver(self._open_store(), self._environment, self._file_name)
-        return self._direct
+    # ------------------------------------------------------------ the end
 
     def _end(self) -> None:
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        if self._link is not None:
-            self._link.close()
-        if self._direct is not None:
-            self._direct.close()
-        if self._store is not None:
-            self._store.close()
+        self._writer.close()
 
     def _at_exit(self) -> None:
-        # Without close() nothing is lost either: what is staged is the agent's by now.
+        # Without close() nothing is lost either: what is staged is the agent's by now, and what is copied will be.
         self._end()
 
 

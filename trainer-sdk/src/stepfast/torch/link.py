@@ -20,6 +20,7 @@ from stepfast.protocol import (
     Committed,
     Dropped,
     Expect,
+    GaveUp,
     Hello,
     Message,
     PersistFailed,
@@ -29,6 +30,7 @@ from stepfast.protocol import (
     Staged,
     Want,
 )
+from stepfast.torch.devicecopy import find_device
 from stepfast.torch.staging import MappedSlot, SlotMaps
 
 log = logging.getLogger("stepfast")
@@ -44,7 +46,8 @@ class AgentLink:
 
     def __init__(self, path: str, hello: Hello) -> None:
         self._path, self._hello = path, hello
-        self.maps = SlotMaps()
+        self.device = find_device()
+        self.maps = SlotMaps(self.device)
         self.save_requested = False
         self.total_steps = 0  # that the script is to make; 0: it has not said
         self._metrics_cut = False
@@ -175,6 +178,18 @@ class AgentLink:
                 + (f": {self._failure}" if self._failure else "")
             )
 
+    def give_up(self, step: int) -> None:
+        """This rank has not staged the step, and never will: nobody waits for its commit."""
+        with self._changed:
+            self._dropped.add(step)
+            self._wanted.discard(step)
+            self._changed.notify_all()
+        self.tell(GaveUp(step=step))
+
+    def begin(self, step: int) -> None:
+        """The step is staged now, be it that it was given up before."""
+        self._dropped.discard(step)
+
     def is_settled(self, step: int) -> bool:
         """Whether the step was committed or dropped: nobody persists it any more."""
         return step in self._committed or step in self._dropped
@@ -231,6 +246,7 @@ class AgentLink:
         mapped, is_new = self.maps.take(message.slot, message.capacity_bytes, descriptor)
         if is_new:
             mapped.populate()
+        mapped.pin()
         self._preparing(mapped)
 
     def _work(self) -> None:
@@ -255,7 +271,8 @@ class AgentLink:
             self._attempts += 1
             try:
                 client = self._connect()
-                for offer in list(self._offers.values()):
+                told = list(self._offers.values())
+                for offer in told:
                     client.send(offer)
                 for step in self.waited_steps:
                     client.send(Want(step=step))
@@ -268,6 +285,8 @@ class AgentLink:
                 self._client = None if is_lost else client
                 self._changed.notify_all()
             if not is_lost:
+                for offer in [offer for offer in list(self._offers.values()) if offer not in told]:
+                    self.tell(offer)  # made meanwhile: a copy was completed
                 log.warning("stepfast: the agent is back")
                 return
 

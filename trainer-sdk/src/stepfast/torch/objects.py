@@ -37,6 +37,11 @@ class ObjectSet:
         wrapped = [name for name, item in objects.items() if _is_equal_on_all_ranks(item)]
         self.replicated_names = sorted({*replicated, *wrapped})
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those of torch's kind."""
+        return [item for item in self._objects.values() if isinstance(item, torch.optim.Optimizer)]
+
     def state(self) -> dict[str, Any]:
         """Each object's state by its name. What DDP wraps is saved as what it wraps."""
         return {

@@ -146,6 +146,11 @@ class SavePlan:
             taken[index] = self._stored(piece, self._sharing.source(piece.base, tensors))
         return taken
 
+    @property
+    def names(self) -> list[str]:
+        """The name of each source in the file."""
+        return [piece.name for piece in self._pieces]
+
     def stored_forms(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """The dtype and shape of each source."""
         forms = []

@@ -17,13 +17,21 @@ import torch
 from stepfast import catalog
 from stepfast.commit import FileUpload, try_commit, write_part
 from stepfast.environment import Environment
-from stepfast.errors import AgentUnavailable, CheckpointError, ObjectNotFound, StorageError, StorageUnavailable
+from stepfast.errors import (
+    AgentUnavailable,
+    CheckpointError,
+    CheckpointNotFound,
+    ObjectNotFound,
+    StorageError,
+    StorageUnavailable,
+)
 from stepfast.histories import SaveRow, append_rows
 from stepfast.layout import CHUNK_BYTES, FileEntry, Manifest, Part, data_path, job_folder, join, part_path
 from stepfast.protocol import Reserved, Staged
 from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
 from stepfast.storage import Store
 from stepfast.torch.link import AgentLink
+from stepfast.torch.overlap import Copying, Overlap
 from stepfast.torch.plan import SavePlan
 from stepfast.torch.staging import MappedSlot
 
@@ -33,6 +41,8 @@ AGENT_AWAY_SECONDS = 30.0  # how long a save waits for a lost agent before it go
 DIRECT_NODE = 100_000  # part records of ranks without an agent are numbered from here, one a rank
 _COMMIT_SECONDS = 600.0
 _WINDOW_CHUNKS = 4
+_OVERLAP_SLOTS = 3
+_DRAIN_SECONDS = 60.0  # at the end: a device that hangs must not keep the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +59,21 @@ class Save:
 
 
 class AgentSaver:
-    """Stages into slots."""
+    """Stages into slots. What lies on an accelerator may still be on its way into one when a save returns."""
 
-    def __init__(self, link: AgentLink, environment: Environment, name: str) -> None:
-        self._link, self._environment, self._name = link, environment, name
+    def __init__(self, link: AgentLink, environment: Environment, name: str, overlap: Overlap) -> None:
+        self._link, self._environment, self._name, self._overlap = link, environment, name, overlap
+        self._given_up: dict[int, str] = {}
+        self.staged_step: int | None = None  # the newest whose bytes are all there
         self.slots = 0
         self.persisting: tuple[int, ...] = ()
         self.unpersisted: tuple[int, ...] = ()
 
     def save(self, save: Save) -> None:
-        """Returns when the step is staged. Raises AgentUnavailable when the agent stays away."""
+        """Returns when the step is staged, or its copies are under way and safe from what training does to it.
+
+        Raises AgentUnavailable when the agent stays away.
+        """
         while True:
             try:
                 self._stage(save)
@@ -68,33 +83,92 @@ class AgentSaver:
             except StorageUnavailable as error:
                 log.warning("stepfast: step %s is staged again from its beginning: %s", save.step, error)
 
+    def wait_staged(self, step: int, timeout_seconds: float | None) -> None:
+        """Until the step's bytes are all there. Raises StorageUnavailable, CheckpointNotFound (given up)."""
+        if not self._overlap.wait(step, timeout_seconds):
+            raise StorageUnavailable(f"step {step} was not copied within {timeout_seconds} s")
+        if step in self._given_up:
+            raise CheckpointNotFound(f"step {step} was given up: {self._given_up[step]}")
+
+    def drain(self) -> None:
+        """Until nothing is on its way any more."""
+        self._overlap.drain()
+
+    def close(self) -> None:
+        """Sees through what is on its way."""
+        self._overlap.close(_DRAIN_SECONDS)
+
     def _stage(self, save: Save) -> None:
         size, begin = save.plan.size_bytes, 0
+        self._given_up.pop(save.step, None)
         while begin < size:
             client = self._link.client(AGENT_AWAY_SECONDS)
+            # One slot stays for the newest whole step, and one for this.
+            self._overlap.drain(keep=max(0, self.slots - 2))
+            under_way = self._overlap.steps
             reserved, descriptor = client.reserve(
-                step=save.step, name=self._name, size_bytes=size, window_begin=begin, drop=save.drop
-            )
+                step=save.step, name=self._name, size_bytes=size, window_begin=begin, drop=save.drop,
+                copying=self._overlap.slots,
+            )  # fmt: skip
+            self._link.begin(save.step)  # behind the answer: what the agent said of an earlier try has arrived
             slot, _ = self._link.maps.take(reserved.slot, reserved.capacity_bytes, descriptor)
-            self.slots, self.persisting, self.unpersisted = (
-                reserved.slots,
-                reserved.persisting,
-                reserved.unpersisted,
-            )
-            window = min(size - begin, reserved.capacity_bytes)
-            record = self._record(save, reserved, begin, window)
-            slot.write_record(record)
-            if window == size:
-                slot.stage(save.plan, save.header_tail, save.sources)
-            else:
-                slot.stage_window(save.plan, save.header_tail, save.sources, begin, window)
-            # From here on the step survives this process: the record says so in the slot itself.
-            slot.write_record(replace(record, state=SlotState.STAGED))
-            stall = time.perf_counter() - save.began
-            self._link.offer(Staged(slot=reserved.slot, seq=reserved.seq, stall_seconds=stall))
-            begin += window
+            slot.pin()
+            self.slots, self.persisting = reserved.slots, reserved.persisting
+            held = {*reserved.unpersisted, *(step for step, is_due in under_way.items() if is_due)}
+            self.unpersisted = tuple(sorted(held))
+            begin += self._fill(slot, reserved, save, begin)
         if save.due:
             self.unpersisted = (*self.unpersisted, save.step)
+
+    def _fill(self, slot: MappedSlot, reserved: Reserved, save: Save, begin: int) -> int:
+        """Copies what fits of the file from there on; how many bytes that is."""
+        window = min(save.plan.size_bytes - begin, reserved.capacity_bytes)
+        is_whole = window == save.plan.size_bytes
+        record = self._record(save, reserved, begin, window)
+        slot.write_record(record)
+        # With two slots a step that is given up would leave the other ranks without room for the next.
+        if is_whole and reserved.slots >= _OVERLAP_SLOTS and self._overlap.takes(save.sources):
+            self._begin(slot, record, reserved, save)
+            return window
+        self._overlap.drain()  # steps are staged in their order
+        if is_whole:
+            slot.stage(save.plan, save.header_tail, save.sources)
+        else:
+            slot.stage_window(save.plan, save.header_tail, save.sources, begin, window)
+        self._staged(slot, record, reserved, time.perf_counter() - save.began)
+        return window
+
+    def _begin(self, slot: MappedSlot, record: SlotRecord, reserved: Reserved, save: Save) -> None:
+        """Leaves the copies to go on, and what is to be done when they are there to the thread that follows them."""
+        deferrable, watch = self._overlap.plan(save.sources)
+        pending = self._overlap.begin(slot, save.plan, save.header_tail, save.sources, deferrable)
+        stall = time.perf_counter() - save.began
+        if pending is None:
+            self._overlap.drain()
+            self._staged(slot, record, reserved, stall)
+            return
+        copying = Copying(
+            save.step, reserved.slot, is_due=save.due, pending=pending, sources=save.sources,
+            watch=watch, names=save.plan.names,
+        )  # fmt: skip
+
+        def finish(why_not: str | None) -> None:
+            if why_not is None:
+                self._staged(slot, record, reserved, stall)
+                return
+            log.error(
+                "stepfast: step %s is given up, and saves wait for their copies from now on: %s", save.step, why_not
+            )
+            self._given_up[save.step] = why_not
+            self._link.give_up(save.step)
+
+        self._overlap.follow(copying, finish)
+
+    def _staged(self, slot: MappedSlot, record: SlotRecord, reserved: Reserved, stall_seconds: float) -> None:
+        # From here on the step survives this process: the record says so in the slot itself.
+        slot.write_record(replace(record, state=SlotState.STAGED))
+        self.staged_step = record.step
+        self._link.offer(Staged(slot=reserved.slot, seq=reserved.seq, stall_seconds=stall_seconds))
 
     def _record(self, save: Save, reserved: Reserved, begin: int, window: int) -> SlotRecord:
         environment = self._environment

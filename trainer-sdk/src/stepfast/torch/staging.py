@@ -6,6 +6,7 @@ process's page table in the background; after that nothing in a save grows with 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -18,6 +19,7 @@ import torch
 
 from stepfast.slot import CONTROL_BYTES, SlotRecord, rank_record
 from stepfast.tensorfile import CACHE_LINE
+from stepfast.torch.devicecopy import DeviceCopy, Pending
 from stepfast.torch.dtypes import flat_bytes
 from stepfast.torch.plan import SavePlan
 
@@ -62,6 +64,21 @@ class _Views:
                 torch.cat(list(map(sources.__getitem__, run.members)), out=run.target)
         self._copy_singles(sources)
 
+    def begin(self, sources: Sequence[torch.Tensor], device: DeviceCopy, deferrable: Sequence[bool]) -> Pending | None:
+        """Begins to copy what lies on the device, and copies the rest."""
+        held = [device.holds(source) for source in sources]
+        ours = [index for index, is_held in enumerate(held) if is_held]
+        rest = [index for index, is_held in enumerate(held) if not is_held]
+        pending = device.begin([self.whole[i] for i in ours], [sources[i] for i in ours], [deferrable[i] for i in ours])
+        try:
+            if rest:
+                copy_all([self.whole[i] for i in rest], [sources[i] for i in rest])
+        except BaseException:
+            if pending is not None:
+                pending.wait()  # the slot may be another save's next
+            raise
+        return pending
+
     def _copy_singles(self, sources: Sequence[torch.Tensor]) -> None:
         targets, given = [], []
         for index in self.singles:
@@ -80,10 +97,13 @@ class _Views:
 
 
 class MappedSlot:
-    """One slot's file, mapped into this process."""
+    """One slot's file, mapped into this process; `device`: the accelerator that copies into it, if there is one."""
 
-    def __init__(self, descriptor: int, capacity_bytes: int) -> None:
+    def __init__(self, descriptor: int, capacity_bytes: int, device: DeviceCopy | None = None) -> None:
         self.capacity_bytes = capacity_bytes
+        self._device = device
+        self._pending: Pending | None = None
+        self._pinning, self._is_pinned = threading.Lock(), False
         self._file = _identity(descriptor)
         self._map = mmap.mmap(descriptor, CONTROL_BYTES + capacity_bytes)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -112,19 +132,47 @@ class MappedSlot:
                 ctypes.c_int(_MADV_POPULATE_WRITE),
             )
 
+    def pin(self) -> None:
+        """Locks the pages for the device, once it is in use."""
+        with self._pinning:
+            if self._device is not None and not self._is_pinned:
+                self._is_pinned = self._device.pin(self._bytes.data_ptr(), len(self._map))
+
+    def release(self) -> None:
+        """Before the mapping goes: nothing is copied into it any more, and its pages are let go."""
+        if self._pending is not None:
+            with contextlib.suppress(RuntimeError):  # whoever follows the copy tells
+                self._pending.wait()
+        with self._pinning:
+            if self._is_pinned and self._device is not None:
+                self._device.unpin(self._bytes.data_ptr())
+            self._device, self._is_pinned = None, False
+
     def write_record(self, record: SlotRecord) -> None:
         offset, data = rank_record(record)
         self._map[offset : offset + len(data)] = data
 
     def stage(self, plan: SavePlan, header_tail: bytes, sources: Sequence[torch.Tensor]) -> None:
         """Copies a whole file: header, then every tensor, each in one pass."""
+        self._write_header(plan, header_tail)
+        self._views.copy(sources)
+
+    def begin(
+        self, plan: SavePlan, header_tail: bytes, sources: Sequence[torch.Tensor], device: DeviceCopy,
+        deferrable: Sequence[bool],
+    ) -> Pending | None:  # fmt: skip
+        """The same, but that the device's tensors may still be on their way when it returns."""
+        self._write_header(plan, header_tail)
+        self._pending = self._views.begin(sources, device, deferrable)
+        return self._pending
+
+    def _write_header(self, plan: SavePlan, header_tail: bytes) -> None:
         if self._views.generation is not plan.generation:
             self._views = self._make_views(plan)
         if self._header is not plan.generation:
             self._write(0, plan.header_prefix)
             self._header = plan.generation
         self._write(len(plan.header_prefix), header_tail)
-        self._views.copy(sources)
 
     def prepare(self, plan: SavePlan) -> None:
         """Makes the plan's views ahead of the first save."""
@@ -211,14 +259,16 @@ def copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> No
     """Copies each source into its target; returns when the bytes are there, from whatever device."""
     with torch.no_grad():
         torch._foreach_copy_(targets, list(sources), non_blocking=True)
-    if any(source.is_cuda for source in sources):
-        torch.cuda.synchronize()
+    if not all(map(_is_on_host, sources)):
+        for device in {source.device for source in sources if not source.is_cpu}:
+            torch.accelerator.synchronize(device)
 
 
 class SlotMaps:
-    """The slots that this process has mapped, by index."""
+    """The slots that this process has mapped, by index; `device`: the accelerator that copies into them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: DeviceCopy | None = None) -> None:
+        self._device = device
         self._maps: dict[int, MappedSlot] = {}
         self._lock = threading.Lock()
 
@@ -230,12 +280,17 @@ class SlotMaps:
                 # By the file, not by its number: an agent that was started anew counts from the beginning.
                 if known is not None and known.is_of(descriptor):
                     return known, False
-                self._maps[index] = mapped = MappedSlot(descriptor, capacity_bytes)
-                return mapped, True
+                self._maps[index] = mapped = MappedSlot(descriptor, capacity_bytes, self._device)
+            if known is not None:
+                known.release()
+            return mapped, True
         finally:
             os.close(descriptor)
 
     def clear(self) -> None:
         """Forgets all mappings; the memory goes when the last view does."""
         with self._lock:
+            known = list(self._maps.values())
             self._maps.clear()
+        for mapped in known:
+            mapped.release()
