@@ -114,7 +114,7 @@ def checkpointer_of(trainee: Trainee, limit_bytes: int) -> Iterator[Checkpointer
             }  # fmt: skip
             checkpointer = Checkpointer(
                 model=trainee.model, optimizer=trainee.optimizer, environment=read_environment(),
-                interval=every(steps=10**9),
+                interval=every(steps=10**9), overlap=True,
             )  # fmt: skip
             try:
                 yield checkpointer

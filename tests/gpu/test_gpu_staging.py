@@ -46,7 +46,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 socket=agent.socket, resume_step=None, memory_bytes=0, interval=Interval(steps=10**6),
                 persist_interval_seconds=0.0, max_to_keep=100, on_busy=OnBusy.WAIT, mtbf_seconds=3600.0,
             )  # fmt: skip
-            made.append(Checkpointer(environment=environment, **objects))
+            made.append(Checkpointer(environment=environment, overlap=True, **objects))
             return made[-1]
 
         try:

@@ -116,12 +116,12 @@ class Net(nn.Module):
 class Training:
     """A model, its optimizer and a checkpointer of both."""
 
-    def __init__(self, bench: Any, **objects: Any) -> None:
+    def __init__(self, bench: Any, *, overlap: bool = True, **objects: Any) -> None:
         torch.manual_seed(1)
         self.model = Net()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
         self.checkpointer: Checkpointer = bench.make(
-            model=self.model, optimizer=self.optimizer, interval=every(steps=10**6), **objects
+            model=self.model, optimizer=self.optimizer, interval=every(steps=10**6), overlap=overlap, **objects
         )
 
     def backward(self) -> None:
