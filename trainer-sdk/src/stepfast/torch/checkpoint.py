@@ -65,8 +65,8 @@ class Checkpointer:
     `every(seconds=)`; None takes what the launcher said, else auto.
     total_steps: how many steps training is to make; the job's status then shows how far it is.
     weights_only: False allows objects that only travel pickled to be restored, which runs their code.
-    overlap: True lets training go on while a GPU's tensors are copied. Parameters must not be written between a save and
-    the optimizer's next step past torch's own count of changes (`parameter.data`): nothing would see that.
+    overlap: True lets training go on while a GPU's tensors are copied. Parameters must not be written between a save
+    and the optimizer's next step past torch's own count of changes (`parameter.data`): nothing would see that.
     """
 
     def __init__(
