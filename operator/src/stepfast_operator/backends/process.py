@@ -54,6 +54,7 @@ from stepfast_operator.record import Attempt, Cause, Status
 from stepfast_operator.spec import TrainingJob, settings_text
 
 _KILL_SECONDS = 10.0
+_STANDBY_SECONDS = 3.0  # from when all ranks train to when the next attempt's launchers are started
 _REAP_SECONDS = 1.0
 _TERMINATION_POLL_SECONDS = 0.1
 
@@ -94,6 +95,7 @@ class ProcessBackend:
         self._ranks_per_node = local_processes(job.spec.trainer.num_proc_per_node)
         self._gang: dict[int, GangProcess] = {}
         self._standby = Standby(settings.on_line)
+        self._trains_since: float | None = None
         self._gang_run: str | None = None
         self._poll: asyncio.TimerHandle | None = None
         self._storage = JobStorage(job.job, settings.storage_uri, settings.open_store)
@@ -111,7 +113,7 @@ class ProcessBackend:
         now = self._settings.clock()
         reports = self._reports()
         gang = self._observe_gang(status.current, now)
-        self._prepare_next(status.open_attempt, reports)
+        self._prepare_next(status.open_attempt, reports, now)
         dead = [
             DeadRank(
                 rank=rank.rank,
@@ -178,14 +180,18 @@ class ProcessBackend:
             folder=trainer.working_dir or os.getcwd(),
         )
 
-    def _prepare_next(self, current: Attempt | None, reports: Sequence[JobStatus]) -> None:
-        """Starts the launchers of the attempt after this one, once this one's ranks all train: not beside their own
-        start, which would wait for them.
+    def _prepare_next(self, current: Attempt | None, reports: Sequence[JobStatus], now: float) -> None:
+        """Starts the launchers of the attempt after this one, once this one's ranks have trained for a moment: not
+        beside their own start, which would wait for them, nor for a job that is over at once.
         """
         ranks = [rank for report in reports if current and report.run == current.run for rank in report.ranks]
         nodes = self._job.spec.trainer.num_nodes
         is_training = len(ranks) >= nodes * self._ranks_per_node and all(rank.step_time for rank in ranks)
         if current is None or self._gang_run != current.run or not is_training:
+            self._trains_since = None
+            return
+        self._trains_since = now if self._trains_since is None else self._trains_since
+        if now - self._trains_since < _STANDBY_SECONDS:
             return
         attempt = current.attempt + 1
         launch = LaunchGang(attempt=attempt, run=run_id(self._uid, attempt), resume_step=0)
