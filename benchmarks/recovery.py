@@ -174,12 +174,14 @@ def _add(results: Path, way: str, ranks: int, moments: Mapping[str, float], **mo
 
 def _recover(folder: Path, ranks: int) -> tuple[dict[str, float], int | None]:
     """Seconds after the kill: the ledger's times, the new launcher's, and of each rank's the latest; and the bytes of
-    the launcher that waits for the next one.
+    the launcher that waited for it.
     """
     folder.mkdir()
     with Job(folder, ranks) as job:
+        standby_pss_bytes = (
+            job.standby_pss_bytes()
+        )  # a failure in the first seconds, before it waits, costs its start more
         killed = job.kill_rank(1)
-        standby_pss_bytes = job.standby_pss_bytes()
     ledger = next(each for each in job.recoveries() if each["attempt"] == 1)
     found = {
         f"ledger: {name}": datetime.fromisoformat(ledger[name]).timestamp() for name in _LEDGER if ledger.get(name)
