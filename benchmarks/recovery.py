@@ -178,9 +178,7 @@ def _recover(folder: Path, ranks: int) -> tuple[dict[str, float], int | None]:
     """
     folder.mkdir()
     with Job(folder, ranks) as job:
-        standby_pss_bytes = (
-            job.standby_pss_bytes()
-        )  # before it waits a failure costs its start, too
+        standby_pss_bytes = job.standby_pss_bytes()  # before it waits a failure costs its start, too
         killed = job.kill_rank(1)
     ledger = next(each for each in job.recoveries() if each["attempt"] == 1)
     found = {

@@ -246,7 +246,7 @@ def test_nothing_is_copied_late_of_an_optimizer_whose_step_was_recorded(device: 
 def test_optimizer_that_is_not_the_checkpointers_has_nothing_copied_late(agent_bench: Any, device: Deferring) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpointer = agent_bench.make(model=model, moments=optimizer.state_dict())
+    checkpointer = agent_bench.make(overlap=True, model=model, moments=optimizer.state_dict())
     for step in (1, 2):
         model(torch.randn(4, 8)).sum().backward()
         optimizer.step()
@@ -333,7 +333,7 @@ def test_step_given_up_is_told_to_the_agent_and_may_be_saved_again_on_request(
 def test_change_is_seen_through_an_alias_with_a_count_of_its_own(agent_bench: Any, device: Deferring) -> None:
     weight = nn.Parameter(torch.ones(100))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    checkpointer = agent_bench.make(state={"alias": weight.data}, optimizer=optimizer)
+    checkpointer = agent_bench.make(overlap=True, state={"alias": weight.data}, optimizer=optimizer)
     for step in (1, 2):
         weight.sum().backward()
         optimizer.step()
