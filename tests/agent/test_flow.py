@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stepfast.slot import SlotRecord, SlotState
-from stepfast_sidecar.flow import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow, RunFlow
+from stepfast_sidecar.flow import RunFlow
+from stepfast_sidecar.holdings import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow
 
 RUN = "uid-1"
 

@@ -8,7 +8,7 @@ from stepfast.layout import parse_data_path
 from stepfast.protocol import Hello
 from stepfast.slot import SlotState
 from stepfast.step import JobKey
-from stepfast_sidecar.flow import Held, Holding
+from stepfast_sidecar.holdings import Held, Holding
 from stepfast_sidecar.memory import MemoryTier, SlotFile
 from stepfast_sidecar.run import Run
 from stepfast_sidecar.slots import RankSlots

@@ -38,8 +38,8 @@ from stepfast.protocol import (
 )
 from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
 from stepfast.step import Tier
-from stepfast_sidecar.flow import Held, Holding
 from stepfast_sidecar.growth import cut_back, grown
+from stepfast_sidecar.holdings import Held, Holding
 from stepfast_sidecar.intake import Peer
 from stepfast_sidecar.memory import MAX_SLOTS, SlotPlan, plan_slots
 from stepfast_sidecar.persisterprocess import PersisterLost, RequestFailed

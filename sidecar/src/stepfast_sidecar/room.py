@@ -17,8 +17,9 @@ from stepfast.slot import SlotRecord, SlotState
 from stepfast.step import JobKey
 from stepfast_sidecar.commits import Commits
 from stepfast_sidecar.config import Config
-from stepfast_sidecar.flow import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow, RunFlow
+from stepfast_sidecar.flow import RunFlow
 from stepfast_sidecar.history import History
+from stepfast_sidecar.holdings import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow
 from stepfast_sidecar.jobslots import JobSlots
 from stepfast_sidecar.memory import MemoryTier, SlotFile
 from stepfast_sidecar.metrics import Metrics

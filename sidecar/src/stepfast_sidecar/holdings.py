@@ -1,0 +1,72 @@
+"""What the slots of this node's ranks hold, and what is to be done about it: values, no behaviour. `flow` decides, the
+job's room carries out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from stepfast.slot import SlotRecord
+
+
+class Held(StrEnum):
+    """What a slot is at present. RESERVED: handed to a rank, which writes or will write it."""
+
+    FREE = "free"
+    RESERVED = "reserved"
+    STAGED = "staged"
+    PERSISTING = "persisting"
+    PERSISTED = "persisted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """One slot of one rank, and what it holds."""
+
+    rank: int
+    slot: int
+    held: Held = Held.FREE
+    seq: int = 0
+    record: SlotRecord | None = None
+    due: bool = False
+
+    @property
+    def step(self) -> int | None:
+        return self.record.step if self.record is not None and self.held not in (Held.FREE, Held.RESERVED) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Upload these holdings, one or more files a rank, then write this node's part and commit."""
+
+    step: int
+    run: str
+    holdings: tuple[Holding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistWindow:
+    """Upload one window of a file that is larger than a slot; the rank waits for the slot."""
+
+    holding: Holding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freed:
+    """The rank has a slot that a waiting reservation may now take."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropStep:
+    """The step will not be committed from here: a newer one took its place."""
+
+    step: int
+    run: str
+    holdings: tuple[Holding, ...] = ()  # that were given up with it
+
+
+Effect: TypeAlias = Persist | PersistWindow | Freed | DropStep
