@@ -15,13 +15,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from benchmarks.cellprocess import Event, Outcome, Workplace
 from benchmarks.machine import drop_caches
-from benchmarks.memorypeaks import MemoryPeaks
 from benchmarks.peers.base import Peer, Site
 from benchmarks.peers.install import missing_reason
 from benchmarks.peers.roster import PEERS, peer_class
-from benchmarks.procfs import busy_seconds, families, processor_seconds
+from benchmarks.processes.cellprocess import Event, Outcome, Workplace
+from benchmarks.processes.memorypeaks import MemoryPeaks
+from benchmarks.processes.procfs import busy_seconds, families, processor_seconds
 from benchmarks.results import RESULTS, add_record
 from benchmarks.workload import size_of, state_of
 
@@ -66,7 +66,7 @@ class Run:
     ) -> Outcome:
         cell = self.cell
         return self.workplace.run(
-            "trainer",
+            "benchmarks.processes.trainer",
             ["--peer", cell.peer, "--site", self.site.to_text(), "--layout", cell.layout, "--mode", mode,
              "--saves", str(saves or cell.saves), "--idle-seconds", str(cell.idle_seconds),
              "--interval-seconds", str(cell.interval_seconds), *more],
@@ -77,7 +77,7 @@ class Run:
     def restore(self, tier: str, step: int, *more: str) -> Outcome:
         cell = self.cell
         return self.workplace.run(
-            "restorer",
+            "benchmarks.processes.restorer",
             ["--peer", cell.peer, "--site", self.site.to_text(), "--layout", cell.layout, "--tier", tier,
              "--step", str(step), *more],
         )  # fmt: skip

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from benchmarks.agentprocess import running_agent
+from benchmarks.processes.agentprocess import running_agent
 from benchmarks.results import RESULTS, add_record
 from torch import nn
 

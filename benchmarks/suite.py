@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks import blob, headline, load, slowstore
-from benchmarks.blob import measure_uploads
 from benchmarks.cells import (
     Cell,
     measure_back_to_back,
@@ -25,15 +23,18 @@ from benchmarks.cells import (
     measure_restores,
     measure_saves,
 )
-from benchmarks.ddp import WAYS, measure_gang
-from benchmarks.headline import measure_headline
-from benchmarks.load import Load, measure_load
+from benchmarks.gangs import load
+from benchmarks.gangs.ddp import WAYS, measure_gang
+from benchmarks.gangs.load import Load, measure_load
+from benchmarks.gangs.recovery import measure_recoveries
 from benchmarks.machine import describe
 from benchmarks.peers.install import install
 from benchmarks.peers.roster import ASYNCHRONOUS, ON_BLOB, PEERS
-from benchmarks.recovery import measure_recoveries
 from benchmarks.results import RESULTS, add_record
-from benchmarks.slowstore import measure_slow_blob, measure_slow_disk
+from benchmarks.stores import blob, headline, slowstore
+from benchmarks.stores.blob import measure_uploads
+from benchmarks.stores.headline import measure_headline
+from benchmarks.stores.slowstore import measure_slow_blob, measure_slow_disk
 
 OURS = "stepfast"
 LIMIT = "plain_copy"
@@ -107,7 +108,7 @@ _STRONG = (*_STRONGEST, "dcp_async_process", "torch_save", LIMIT)
 CORE = replace(
     FULL,
     saves=[
-        Asked(cell=replace(_GIB_1, saves=4), others=_STRONG),
+        Asked(cell=_GIB_1, others=_STRONG),
         Asked(cell=replace(_SMALL, saves=4), others=_STRONG),
         Asked(cell=replace(_GIB_4, saves=3), others=("dlrover", LIMIT)),
     ],

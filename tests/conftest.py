@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from benchmarks.azurite import Azurite, running_azurite
+from benchmarks.stores.azurite import Azurite, running_azurite
 from hypothesis import settings
 
 # CI judges a change by the same examples each time; elsewhere new ones are looked for.

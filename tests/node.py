@@ -231,9 +231,9 @@ def verify(store: Store, *, at_least: Sequence[int] = ()) -> list[int]:
     return steps
 
 
-def history(store: Store) -> list[dict[str, str]]:
-    """The rows of checkpointHistories.csv."""
-    lines = store.read(join(job_folder(JOB), HISTORIES)).decode().splitlines()
+def history(store: Store, folder: str = job_folder(JOB)) -> list[dict[str, str]]:
+    """The rows of a job's checkpointHistories.csv."""
+    lines = store.read(join(folder, HISTORIES)).decode().splitlines()
     assert tuple(lines[0].split(",")) == COLUMNS
     return [dict(zip(COLUMNS, line.split(","), strict=True)) for line in lines[1:]]
 

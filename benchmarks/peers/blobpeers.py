@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from benchmarks.azurite import Azurite
 from benchmarks.peers.base import Peer
 from benchmarks.peers.stepfastpeer import Stepfast
+from benchmarks.stores.azurite import Azurite
 from benchmarks.workload import State
 
 from stepfast.storage.open import OPTIONS_VARIABLE

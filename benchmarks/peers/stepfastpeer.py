@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.agentprocess import agent_command, is_answering
 from benchmarks.peers.base import Peer, StepMissing, Tier
+from benchmarks.processes.agentprocess import agent_command, is_answering
 from benchmarks.workload import MIB, State
 
 from stepfast.nodeclient import NodeClient
@@ -109,8 +109,9 @@ class Stepfast(Peer):
 
     def restore(self, tier: Tier, step: int, state: State) -> None:
         checkpointer = self._open(state)
-        restored = checkpointer.restore(step)
-        if restored != step:
+        # As a training does that is started again: the newest. If that is another, asking for this one tells why.
+        restored = checkpointer.restore()
+        if restored != step and checkpointer.restore(step) != step:
             raise StepMissing(f"step {restored} was restored")
 
     def _open(self, state: State) -> Checkpointer:

@@ -20,7 +20,7 @@ from benchmarks.report.samples import (
     steady_persist,
     steady_saves,
 )
-from benchmarks.report.selection import Measurements, is_failed, reason_of
+from benchmarks.report.selection import Measurements, is_failed, reason_of, told
 from benchmarks.results import Record
 
 LIMIT = "plain_copy"
@@ -82,7 +82,7 @@ def cell(
         return None, f"{failed[-1]['status']} {marks}"
     refused = [one for one in done if one.get("error")]
     if refused:
-        mark = notes.mark(f"{peer}: {refused[-1]['error']}")
+        mark = notes.mark(f"{peer}: {told(refused[-1]['error'])}")
         return None, f"refused {mark}"
     if done or records or (kind, peer, layout) not in expected.cells:
         return None, markdown.NONE

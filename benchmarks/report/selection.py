@@ -7,6 +7,7 @@ a newer run has measured anything of its kind and peer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,6 +33,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 """What tells the cells of a kind apart."""
 _ONCE = ("goodput", "scale")
 """Simulated: measured again they are the same samples, not more of them."""
+_FOLDERS = re.compile(r"(?<![\w./])/(?:[^\s/'\",:;<>()]+/)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,12 @@ def is_failed(record: Record) -> bool:
 
 def reason_of(record: Record) -> str:
     """Why there is no measurement, in one line."""
-    return " ".join(f"{record.get('status', 'failed')}: {record.get('error') or 'no reason was given'}".split())
+    return told(f"{record.get('status', 'failed')}: {record.get('error') or 'no reason was given'}")
+
+
+def told(error: str) -> str:
+    """An error in one line, its files by their names alone: the page is read on another machine."""
+    return _FOLDERS.sub("…/", " ".join(error.split()))
 
 
 def _is(record: Record, kind: str, fields: Mapping[str, object]) -> bool:

@@ -9,7 +9,7 @@ from benchmarks.report.markdown import number, ratio, share, size
 from benchmarks.report.peers import Notes
 from benchmarks.report.plan import Expected
 from benchmarks.report.samples import Save, figure, is_asynchronous, middle
-from benchmarks.report.selection import Measurements, is_failed, reason_of
+from benchmarks.report.selection import Measurements, is_failed, reason_of, told
 from benchmarks.results import Record
 
 
@@ -88,7 +88,7 @@ def _survived(records: Sequence[Record], tier: str, peer: str, notes: Notes) -> 
     step = mine[-1].get("restored_step")
     words = f"lost (step {step} instead)" if step else "lost"
     error = next((one["error"] for one in mine if one.get("error")), None)
-    return f"{words} {notes.mark(f'{peer}, {tier}: {error}')}" if error else words
+    return f"{words} {notes.mark(f'{peer}, {tier}: {told(error)}')}" if error else words
 
 
 def _damage(records: Sequence[Record], peer: str, notes: Notes) -> list[str]:

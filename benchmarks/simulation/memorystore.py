@@ -69,7 +69,7 @@ class MemoryStore:
     def replace(self, path: str, data: bytes) -> None:
         raise NotImplementedError
 
-    def upload(self, path: str, size_bytes: int) -> Upload:
+    def upload(self, path: str, size_bytes: int, *, chunk_bytes: int = 0) -> Upload:
         raise NotImplementedError
 
     def list_temporary(self, folder: str) -> Sequence[tuple[str, str]]:

@@ -16,10 +16,11 @@ from benchmarks.results import Record, add_record
 from benchmarks.simulation.memorystore import PAGE_ENTRIES, Counts, MemoryStore
 
 from stepfast.commit import StepParts, try_commit
-from stepfast.layout import CHUNK_BYTES, FileEntry, Part, data_path, parse_manifest
+from stepfast.layout import FileEntry, Part, data_path, parse_manifest
 from stepfast.nodestatus import JobStatus, NodeStatus, RankStatus, SaveStatus
 from stepfast.step import JobKey
 from stepfast_sidecar import checkpointnode, commits
+from stepfast_sidecar.persist import chunk_of
 
 NODES = (1_000, 10_000)
 RANKS_PER_NODE = 8
@@ -38,11 +39,11 @@ def part_of(node: int, nodes: int, *, rank_bytes: int = RANK_BYTES) -> Part:
     """A node's part record, with all the checksums that it would have."""
     world_size = nodes * RANKS_PER_NODE
     ranks = tuple(range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE))
-    checksums = (_CHECKSUM,) * -(-rank_bytes // CHUNK_BYTES)
+    checksums = (_CHECKSUM,) * -(-rank_bytes // chunk_of(rank_bytes))
     files = tuple(
         FileEntry(
             path=data_path(_STEP, _RUN, "state", rank, world_size), name="state", rank=rank, size_bytes=rank_bytes,
-            chunk_bytes=CHUNK_BYTES, checksums=checksums,
+            chunk_bytes=chunk_of(rank_bytes), checksums=checksums,
         )
         for rank in ranks
     )  # fmt: skip
@@ -127,7 +128,7 @@ def traffic_record(nodes: int, manifest_bytes: int, *, is_over: bool, spread: fl
 
 def data_record(nodes: int, *, rank_bytes: int = RANK_BYTES) -> Record:
     """What is written of one save but for its manifest."""
-    blocks = -(-rank_bytes // CHUNK_BYTES) + 1
+    blocks = -(-rank_bytes // chunk_of(rank_bytes)) + 1
     return {
         "ranks": nodes * RANKS_PER_NODE, "data_bytes": nodes * RANKS_PER_NODE * rank_bytes,
         "data_requests": nodes * RANKS_PER_NODE * blocks, "part_requests": 2 * nodes,  # looked for, then created

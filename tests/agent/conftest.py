@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from stepfast.errors import AgentUnavailable
+from stepfast.messages import Hello
 from stepfast.nodeclient import NodeClient
 from stepfast.nodestatus import JobStatus, NodeStatus
-from stepfast.protocol import Hello
 from stepfast.step import JobKey
 from stepfast.storage import open_store
 from stepfast.storage.base import Store

@@ -16,17 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from stepfast.client import RankClient
-from stepfast.protocol import (
-    VERSION,
-    Committed,
-    Dropped,
-    Hello,
-    Message,
-    PersistFailed,
-    Reserved,
-    Staged,
-    Want,
-)
+from stepfast.messages import VERSION, Committed, Dropped, Hello, Message, PersistFailed, Reserved, Staged, Want
 from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState, rank_record
 from stepfast.tensorfile import HeaderPlan, TensorSpec
 

@@ -18,8 +18,8 @@ import pytest
 
 from stepfast import catalog
 from stepfast.errors import ProtocolError, StorageUnavailable
+from stepfast.messages import Expect, Progress, Staged
 from stepfast.nodeclient import NodeClient
-from stepfast.protocol import Expect, Progress, Staged
 from stepfast.slot import SlotState
 from stepfast.step import JobKey
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stepfast.protocol import Expect
+from stepfast.messages import Expect
 from stepfast.slot import SlotState
 
 JOB = "default/train"
@@ -144,6 +144,25 @@ def test_fewer_and_other_ranks_of_a_later_attempt_stay_within_the_limit(new_agen
         alone.save(step, data_bytes=30_000_000)
         alone.wait_committed(step)
         assert agent.used_bytes() <= limit
+
+
+def test_slots_that_are_removed_leave_no_memory_behind_although_they_were_persisted(
+    new_agent: Callable[..., Any], ranks: Any, tmpfs: Callable[[str], Path]
+) -> None:
+    agent = new_agent(memory_limit=1 << 30)
+    agent.kill()
+    agent.memory_dir = tmpfs("size=1g")
+    agent.start()
+    rank = agent.join()
+    for step in (1, 2, 3):
+        rank.save(step, data_bytes=50_000_000)
+        rank.wait_committed(step)
+    before = {path.name for path in agent.slot_files()}
+    rank.client.send(Expect(size_bytes=5_000_000))
+    ranks.eventually(lambda: not before & {path.name for path in agent.slot_files()}, "the slots are of another size")
+    ranks.eventually(lambda: len(agent.slot_files()) == 3, "there are three")
+    found = os.statvfs(agent.memory_dir)
+    assert (found.f_blocks - found.f_bfree) * found.f_frsize < 3 * 5_000_000 + (2 << 20)
 
 
 def test_rank_that_dies_while_its_slots_are_made_leaves_no_slot_behind(new_agent: Any, ranks: Any) -> None:

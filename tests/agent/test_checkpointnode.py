@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from stepfast import catalog
+from stepfast.messages import Progress, Restored, SaveRequested
 from stepfast.nodestatus import JobStatus, NodeStatus, RankStatus, SaveStatus, format_time, from_document, parse_time
-from stepfast.protocol import Progress, Restored, SaveRequested
 from stepfast.step import JobKey
 from stepfast_sidecar import checkpointnode
 from stepfast_sidecar.checkpointnode import (

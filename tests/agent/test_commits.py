@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from stepfast.protocol import Hello, Message
+from stepfast.messages import Hello, Message
 from stepfast.step import JobKey
 from stepfast_sidecar.commits import Commits
 from stepfast_sidecar.flow import RunFlow

@@ -18,7 +18,8 @@ import pytest
 
 from stepfast import catalog
 from stepfast.errors import AgentError, AgentUnavailable, ProtocolError, StepfastError
-from stepfast.protocol import Decoder, Failure, Fetch, Reserve, Reserved, Staged, encode
+from stepfast.messages import Failure, Fetch, Reserve, Reserved, Staged
+from stepfast.protocol import Decoder, encode
 from stepfast.slot import CONTROL_BYTES, SlotState
 from stepfast_sidecar import agent as agent_module
 from stepfast_sidecar import reception

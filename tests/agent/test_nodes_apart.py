@@ -82,6 +82,20 @@ def test_newest_step_is_not_given_up_however_long_another_node_takes(
     assert here.dropped() == []
 
 
+def test_step_counts_as_committed_for_the_run_alone_whose_manifest_it_has(agent: Any, ranks: Any, bench: Any) -> None:
+    lonely = agent.join(rank=0, world_size=2, node=0, run="uid1-1")
+    lonely.save(5)
+    ranks.eventually(lambda: agent.job("uid1-1").pending_bytes == 0, "its part is written")
+    lonely.die()
+    rank = agent.join(run="uid1-2")
+    rank.save(5)
+    rank.wait_committed(5)
+    ranks.eventually(lambda: not agent.job("uid1-1").pending_steps, "nobody waits for the step any more")
+    assert agent.terminate(60) == 0
+    rows = bench.history(agent.store(), JOB)
+    assert {row["run"]: row["outcome"] for row in rows} == {"uid1-1": "Dropped", "uid1-2": "Committed"}
+
+
 def test_step_that_one_node_persisted_and_another_dropped_as_decided_is_pending_no_more(
     new_agent: Callable[..., Any], ranks: Any
 ) -> None:

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepfast import protocol
+from stepfast import messages, protocol
 from stepfast.errors import ProtocolError, ProtocolMismatch
-from stepfast.protocol import Decoder, Hello, Message, Progress, decode, encode
+from stepfast.messages import Hello, Message, Progress
+from stepfast.protocol import Decoder, decode, encode
 
 HELLO = Hello(
-    version=protocol.VERSION,
+    version=messages.VERSION,
     job="default/train",
     run="uid-0",
     rank=1,
@@ -34,33 +35,42 @@ HELLO = Hello(
 )
 EXAMPLES: list[Message] = [
     HELLO,
-    protocol.Expect(size_bytes=1),
-    protocol.Reserve(id=1, step=5, name="state", size_bytes=10, window_begin=9, drop=(1, 2), copying=(0, 3)),
-    protocol.Staged(slot=2, seq=7, stall_seconds=0.25),
-    protocol.Skipped(step=5),
-    protocol.GaveUp(step=5),
+    messages.Expect(size_bytes=1),
+    messages.Reserve(id=1, step=5, name="state", size_bytes=10, window_begin=9, drop=(1, 2), copying=(0, 3)),
+    messages.Staged(slot=2, seq=7, stall_seconds=0.25),
+    messages.Skipped(step=5),
+    messages.GaveUp(step=5),
     Progress(step=5, time=1.5, metrics={"loss": 0.5}, total_steps=300),
-    protocol.Restored(step=5, tier="Memory", time=1.5, seconds=0.5),
-    protocol.Steps(id=2),
-    protocol.Supersede(id=2, step=-1),
-    protocol.Fetch(id=3, path="global_step5/manifest.json", refresh=True),
-    protocol.Want(step=5),
-    protocol.FinalSaved(step=5),
-    protocol.Bye(),
-    protocol.Watch(),
-    protocol.RequestSave(job="default/train", run="uid-0"),
-    protocol.FlushRun(job="default/train", run="uid-0"),
-    protocol.Welcome(version=1, share_bytes=5),
-    protocol.Reserved(id=1, slot=0, seq=1, capacity_bytes=4096, slots=3, persisting=(1,), unpersisted=()),
-    protocol.SlotReady(slot=0, capacity_bytes=4096),
-    protocol.Failure(id=1, kind="StorageFull", reason="no space"),
-    protocol.CommittedSteps(id=2, steps=(1, 2, 3)),
-    protocol.Fetched(id=3, offset=4096, size_bytes=10, tier="Memory"),
-    protocol.Committed(step=5, committed_time=1.5),
-    protocol.PersistFailed(step=5, reason="no space"),
-    protocol.Dropped(step=5),
-    protocol.SaveRequested(),
-    protocol.Status(document="{}"),
+    messages.Restored(step=5, tier="Memory", time=1.5, seconds=0.5),
+    messages.Steps(id=2),
+    messages.Supersede(id=2, step=-1),
+    messages.Fetch(id=3, path="global_step5/manifest.json", refresh=True),
+    messages.Want(step=5),
+    messages.FinalSaved(step=5),
+    messages.Bye(),
+    messages.Launching(
+        version=messages.VERSION,
+        job="default/train",
+        run="uid-0",
+        storage_uri="file:///data",
+        first_rank=8,
+        ranks=4,
+        resume_step=None,
+    ),
+    messages.Watch(),
+    messages.RequestSave(job="default/train", run="uid-0"),
+    messages.FlushRun(job="default/train", run="uid-0"),
+    messages.Welcome(version=1, share_bytes=5),
+    messages.Reserved(id=1, slot=0, seq=1, capacity_bytes=4096, slots=3, persisting=(1,), unpersisted=()),
+    messages.SlotReady(slot=0, capacity_bytes=4096),
+    messages.Failure(id=1, kind="StorageFull", reason="no space"),
+    messages.CommittedSteps(id=2, steps=(1, 2, 3)),
+    messages.Fetched(id=3, offset=4096, size_bytes=10, tier="Memory"),
+    messages.Committed(step=5, committed_time=1.5),
+    messages.PersistFailed(step=5, reason="no space"),
+    messages.Dropped(step=5),
+    messages.SaveRequested(),
+    messages.Status(document="{}"),
 ]
 
 
@@ -70,7 +80,7 @@ def _document(message: Message) -> dict[str, Any]:
 
 
 def test_examples_are_of_every_message() -> None:
-    known = (*protocol.FROM_RANK, *protocol.FROM_SUPERVISOR, *protocol.FROM_AGENT)
+    known = (*messages.FROM_RANK, *messages.FROM_LAUNCHER, *messages.FROM_SUPERVISOR, *messages.FROM_AGENT)
     assert [type(message) for message in EXAMPLES] == list(known)
 
 

@@ -12,7 +12,8 @@ from stepfast.errors import UploadLost
 from stepfast.layout import CHUNK_BYTES, Part, data_path
 from stepfast.slot import CONTROL_BYTES
 from stepfast.storage import Store, open_store
-from stepfast_sidecar.persist import JobPersister, SlotRef
+from stepfast_sidecar.persist import JobPersister
+from stepfast_sidecar.slotmaps import SlotRef
 
 
 def begin(store: Store, step: int, run: str) -> FileUpload:

@@ -18,7 +18,8 @@ import pytest
 from stepfast import catalog
 from stepfast.client import connect
 from stepfast.errors import AgentUnavailable, ProtocolError
-from stepfast.protocol import ANSWER_LIMIT, Decoder, Failure, FlushRun, Progress, RequestSave, Staged, Watch, encode
+from stepfast.messages import VERSION, Failure, FlushRun, Launching, Progress, RequestSave, Staged, Watch
+from stepfast.protocol import ANSWER_LIMIT, Decoder, encode
 from stepfast_sidecar.tenants import StorageRules, launch_of, persister_environment
 
 NEIGHBOUR = "team-b/neighbour"
@@ -107,8 +108,12 @@ def test_hello_that_does_not_fit_the_pod_is_refused(
     pod, path = tenant()
     words = {"job": pod.job, "root": agent.storage_uri}
     said = {key: value.format(**words) if isinstance(value, str) else value for key, value in claim.items()}
+    claimed = {"job": f"team-a/{pod.job}", **said}
     with pytest.raises(ProtocolError, match="pod team-a/train-0-0"):
-        agent.join(socket=path, **{"job": f"team-a/{pod.job}", **said})
+        agent.join(socket=path, **claimed)
+    launching = {"version": VERSION, "run": "uid1-0", "storage_uri": agent.storage_uri, **claimed}
+    (answer,) = _say(path, Launching(first_rank=0, ranks=1, resume_step=None, **launching))
+    assert "pod team-a/train-0-0" in answer.reason
     assert not (agent.storage / "team-b" / pod.job).exists()
 
 

@@ -13,7 +13,7 @@ from benchmarks.report.__main__ import write_report
 from benchmarks.report.goals import Goal, goals_of
 from benchmarks.report.layouts import Layouts
 from benchmarks.report.plan import Expected, expected
-from benchmarks.report.selection import select
+from benchmarks.report.selection import select, told
 from benchmarks.results import Record
 from benchmarks.simulation import goodput, scale
 from benchmarks.simulation.job import Costs, System
@@ -142,7 +142,7 @@ def test_kill_goal_asks_for_both_tiers() -> None:
 
 
 def a_headline(peer: str, lost: float, *, bytes_: int = 2**30, ranks: int = 1, **more: Any) -> Record:
-    """As `benchmarks.headline` adds it: the saves of all ranks, in the order in which they came."""
+    """As `benchmarks.stores.headline` adds it: the saves of all ranks, in the order in which they came."""
     told = [
         {"step": step, "rank": rank, **a_save(lost * (1 + 9 * (step == 1)), lost_seconds=lost * (1 + rank))}
         for step in (1, 2, 3)
@@ -376,3 +376,9 @@ def test_page_of_no_records_says_that_nothing_was_measured(tmp_path: Path) -> No
     page = out.read_text()
     assert "not measured: there is nothing to plot." in page
     assert "Nothing was written about them yet." in page
+
+
+def test_error_names_a_file_and_not_where_it_lay() -> None:
+    error = """[rank0]: File "/home/me/.venv/lib/torch/storage.py", line 4
+        '/tmp/cell-1/step-2/.metadata': 1/2 of </torch_22_33>"""
+    assert told(error) == "[rank0]: File \"…/storage.py\", line 4 '…/.metadata': 1/2 of </torch_22_33>"

@@ -39,14 +39,14 @@ def answer_to(asked: Job, message: str, /, **values: Any) -> dict[str, Any]:
         asked,
         f"""
         import json, os
-        from stepfast import protocol
+        from stepfast import messages
         from stepfast.client import Connection, connect
         values = json.loads({json.dumps(json.dumps(values))})
         if {message!r} == "Hello":
             values = {{"storage_uri": os.environ["STEPFAST_STORAGE_URI"], **values}}
-            values |= {{"version": protocol.VERSION, "pid": os.getpid()}}
+            values |= {{"version": messages.VERSION, "pid": os.getpid()}}
         connection = Connection(connect(os.environ["STEPFAST_SOCKET"], 10.0))
-        connection.send(protocol.{message}(**values))
+        connection.send(messages.{message}(**values))
         message, _ = connection.receive()
         print(json.dumps({{"type": type(message).__name__, "reason": getattr(message, "reason", "")}}))
     """,

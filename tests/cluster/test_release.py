@@ -40,7 +40,7 @@ def check_undisturbed(job: Job, undisturbed: Mapping[int, str]) -> None:
 def test_a_job_goes_on_through_an_upgrade(
     submit: Callable[..., Job], release: Release, undisturbed: Mapping[int, str]
 ) -> None:
-    job = submit("upgraded", "--pace", "0.2")
+    job = submit("upgraded", "--pace", "0.2", "--hold-at-step", str(STEPS - SAVE_EVERY))
     job.wait_for_commit(2 * SAVE_EVERY)
     before = {_uid(release.operator_pod()), *(_uid(release.agent_pod(node)) for node in release.cluster.nodes)}
     annotations = [f"{component}.podAnnotations.release=next" for component in ("operator", "sidecar")]
@@ -48,14 +48,15 @@ def test_a_job_goes_on_through_an_upgrade(
     release.wait_until_ready()
     after = {_uid(release.operator_pod()), *(_uid(release.agent_pod(node)) for node in release.cluster.nodes)}
     assert not before & after, "all of the release was replaced"
-    assert "terminalState" not in job.status(), "the job trained all the while"
+    assert "terminalState" not in job.status()
+    job.signal_rank("USR1")
     check_undisturbed(job, undisturbed)
 
 
 def test_a_job_outlives_the_release_and_the_next_one_takes_it_up(
     submit: Callable[..., Job], release: Release, undisturbed: Mapping[int, str]
 ) -> None:
-    job = submit("uninstalled", "--pace", "0.4")
+    job = submit("uninstalled", "--pace", "0.4", "--hold-at-step", str(STEPS - SAVE_EVERY))
     committed = job.wait_for_commit(2 * SAVE_EVERY)["checkpoint"]["latestPersistedStep"]
     release.uninstall()
     try:
@@ -67,6 +68,7 @@ def test_a_job_outlives_the_release_and_the_next_one_takes_it_up(
         release.install()
     job.wait("the next release sees it train", lambda status: status["checkpoint"]["latestPersistedStep"] > committed)
     assert _phases(job) == {"Running"}
+    job.signal_rank("USR1")
     check_undisturbed(job, undisturbed)
 
 

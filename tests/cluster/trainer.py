@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import signal
+import threading
 import time
 
 import torch
@@ -19,10 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from stepfast.torch import Checkpointer, every
 
 WIDTH = 256
+_GO_ON = threading.Event()
 
 
 def main() -> None:
     options = parse_arguments()
+    signal.signal(signal.SIGUSR1, lambda *_: _GO_ON.set())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -62,6 +66,8 @@ def misbehave(options: argparse.Namespace, step: int, rank: int) -> None:
         raise SystemExit(7)
     if step == options.hang_at_step:
         time.sleep(3600)
+    if step == options.hold_at_step:
+        _GO_ON.wait()
     if step == options.eat_at_step:
         eaten = []
         while True:
@@ -85,6 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--unreplicated", action="store_true", help="each rank saves all of its state by itself")
     parser.add_argument("--exit-at-step", type=int)
     parser.add_argument("--hang-at-step", type=int)
+    parser.add_argument("--hold-at-step", type=int, help="until SIGUSR1: what goes on meanwhile may take its time")
     parser.add_argument("--eat-at-step", type=int)
     return parser.parse_args()
 

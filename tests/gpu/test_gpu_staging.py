@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.agentprocess import running_agent
 from benchmarks.gpu import Trainee, measure, pinned_bytes_per_second, say
+from benchmarks.processes.agentprocess import running_agent
 from torch import nn
 
 from stepfast.admission import Interval

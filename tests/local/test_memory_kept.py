@@ -21,7 +21,8 @@ AGENT = """
 import json, os, signal, socket, sys, threading
 from pathlib import Path
 from stepfast.nodestatus import NodeStatus, to_document
-from stepfast.protocol import Status, encode
+from stepfast.messages import Status
+from stepfast.protocol import encode
 memory = Path(sys.argv[sys.argv.index("--memory-dir") + 1])
 (memory / "options").write_text(" ".join(sys.argv[2:]))
 signal.signal(signal.SIGTERM, lambda *_: os._exit(int(sys.argv[1])))

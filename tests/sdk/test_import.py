@@ -63,4 +63,5 @@ def test_public_names_are_these() -> None:
         "CheckpointMismatch", "StateUnsupported", "StorageError", "ObjectNotFound", "StorageForbidden", "StorageFull",
         "StorageUnavailable", "AgentError", "ProtocolError", "ProtocolMismatch", "AgentUnavailable",
         "MemoryBudgetTooSmall", "GangError", "SpecError", "UploadLost", "StepOutOfOrder", "CheckpointerOpen",
+        "ObjectsUndefined",
     }  # fmt: skip

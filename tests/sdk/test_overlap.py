@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from stepfast.errors import CheckpointNotFound, StorageUnavailable
-from stepfast.protocol import GaveUp, Message
+from stepfast.messages import GaveUp, Message
 from stepfast.slot import CONTROL_BYTES, SlotState, read_control
 from stepfast.step import JobKey, Tier
 from stepfast.torch import Checkpointer, every, link

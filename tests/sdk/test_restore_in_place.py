@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepfast.errors import CheckpointDamaged
+from stepfast.errors import CheckpointDamaged, ObjectsUndefined
 from stepfast.slot import CONTROL_BYTES
 
 
@@ -176,6 +176,51 @@ def test_object_is_untouched_when_the_only_step_is_damaged_in_the_storage(bench:
     assert bool((state["x"] == 7.0).all())
 
 
+_WITHIN_X = 12_000_000  # bytes into a file: in a chunk that holds nothing else
+
+
+def _save_and_damage(bench: Any, steps: Sequence[int], damaged: Sequence[int]) -> None:
+    state = {"x": torch.zeros(8_000_000)}
+    checkpointer = bench.make(state=state)
+    for step in steps:
+        state["x"].fill_(step)
+        checkpointer.save(step).wait(timeout_seconds=60)
+    checkpointer.close()
+    for step in damaged:
+        (file,) = bench.step_folder(step).glob("state-*")
+        flip(file, _WITHIN_X)
+
+
+def test_step_asked_for_by_number_is_whole_or_the_object_untouched(bench: Any) -> None:
+    _save_and_damage(bench, [1, 2], [2])
+    state = {"x": torch.full((8_000_000,), 7.0)}
+    checkpointer = bench.make(state=state)
+    with pytest.raises(CheckpointDamaged):
+        checkpointer.restore(step=2)
+    assert bool((state["x"] == 7.0).all())
+    assert checkpointer.save(8).saved
+
+
+def test_older_step_takes_the_place_of_what_damage_has_half_filled(bench: Any) -> None:
+    _save_and_damage(bench, [1, 2, 3], [2, 3])
+    state = {"x": torch.full((8_000_000,), 7.0)}
+    checkpointer = bench.make(state=state)
+    assert checkpointer.restore() == 1
+    assert bool((state["x"] == 1.0).all())
+    assert checkpointer.save(4).saved
+
+
+def test_what_damage_of_every_step_has_half_filled_is_not_saved(bench: Any) -> None:
+    _save_and_damage(bench, [1, 2], [1, 2])
+    checkpointer = bench.make(state={"x": torch.full((8_000_000,), 7.0)})
+    with pytest.raises(CheckpointDamaged, match=r"step 1 is damaged.*no older"):
+        checkpointer.restore()
+    with pytest.raises(ObjectsUndefined, match="new objects"):
+        checkpointer.step(3)
+    with pytest.raises(ObjectsUndefined):
+        checkpointer.save(3)
+
+
 def test_object_that_damage_in_both_tiers_has_half_filled_is_not_taken_for_a_new_one(
     start_agent: Callable[..., Any], bench: Any
 ) -> None:
@@ -184,12 +229,15 @@ def test_object_that_damage_in_both_tiers_has_half_filled_is_not_taken_for_a_new
     any_bench, state = bench, {"x": torch.ones(8_000_000)}
     any_bench.make(state=state).save(1).wait(timeout_seconds=60)
     (file,) = any_bench.step_folder(1).glob("state-*")
-    flip(file, file.stat().st_size - 50)
+    flip(file, _WITHIN_X)
     for slot in agent.memory.glob("*/*/*/slot-*"):
-        flip(slot, CONTROL_BYTES + file.stat().st_size - 50)
+        flip(slot, CONTROL_BYTES + _WITHIN_X)
 
+    checkpointer = any_bench.make(state={"x": torch.zeros(8_000_000)})
     with pytest.raises(CheckpointDamaged, match=file.name):
-        any_bench.make(state={"x": torch.zeros(8_000_000)}).restore()
+        checkpointer.restore()
+    with pytest.raises(ObjectsUndefined):
+        checkpointer.save(2)
 
 
 def test_damaged_memory_is_made_good_from_the_storage(start_agent: Callable[..., Any], bench: Any) -> None:

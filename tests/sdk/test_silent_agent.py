@@ -11,8 +11,8 @@ import pytest
 
 from stepfast.client import RankClient
 from stepfast.errors import AgentUnavailable
+from stepfast.messages import VERSION, Hello
 from stepfast.nodeclient import NodeClient
-from stepfast.protocol import VERSION, Hello
 from stepfast.step import JobKey
 
 HELLO = Hello(

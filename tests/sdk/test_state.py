@@ -83,6 +83,7 @@ def test_tensor_without_plain_bytes_is_refused_by_name(make: Callable[[], torch.
     assert checkpointer.save(3).saved
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize(
     "make",
     [

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import assert_never
 
 from stepfast.errors import ProtocolError
+from stepfast.messages import Hello, Launching, SaveRequested, Status
 from stepfast.nodestatus import NodeStatus, to_document
-from stepfast.protocol import Hello, SaveRequested, Status
 from stepfast.step import JobKey
 from stepfast_sidecar.checkpointnode import Action, CheckpointNodeWriter, NodeRequest
 from stepfast_sidecar.cluster import checkpoint_node_writer, serve_kubelet
@@ -245,8 +245,14 @@ class Agent:
         room = self.rooms.get(job)
         return room.runs[run].sessions.values() if room is not None and run in room.runs else ()
 
-    def room_for(self, hello: Hello, credentials: Mapping[str, str]) -> Room:
-        """The room of the rank's job, with the credentials that its newest pods bring along.
+    def foresee(self, launching: Launching, credentials: Mapping[str, str]) -> None:
+        """A launcher says what its ranks will restore. Raises ProtocolError when the job has another storage here."""
+        room = self.room_for(launching, credentials)
+        if launching.resume_step != 0:
+            room.foresee(launching)
+
+    def room_for(self, hello: Hello | Launching, credentials: Mapping[str, str]) -> Room:
+        """The room of a rank's or launcher's job, with the credentials that its newest pods bring along.
 
         Raises ProtocolError when the job is known with another storage.
         """

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stepfast.protocol import Committed, PersistFailed
+from stepfast.histories import SaveRow
+from stepfast.messages import Committed, PersistFailed
 from stepfast.step import JobKey
 from stepfast_sidecar.history import History
 from stepfast_sidecar.metrics import Metrics
@@ -150,10 +151,16 @@ class Commits:
         run.push(Committed(step=step, committed_time=answer["time"]))
         self._changed(True)
         if run.leads:
-            saved_time = run.saved.get(step, (answer["time"], 0))[0]
-            self._history.note(run.history_row(step, "Committed", answer["time"] - saved_time, answer["size"]))
+            self._history.note(self._row(run, step, answer))
             if self._is_newest(run):
                 self._tasks.start(self._retain(run, step), "retention")
+
+    def _row(self, run: Run, step: int, answer: Mapping[str, Any]) -> SaveRow:
+        """What became of this run's save: of two runs that saved the step, it is the save of one that is kept."""
+        saved_time, size_bytes = run.saved.get(step, (answer["time"], 0))
+        if answer["run"] != run.flow.run:
+            return run.history_row(step, "Dropped", None, size_bytes)
+        return run.history_row(step, "Committed", answer["time"] - saved_time, answer["size"])
 
     async def _retain(self, run: Run, step: int) -> None:
         """After a commit; cannot harm what is committed."""

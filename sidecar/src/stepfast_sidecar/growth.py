@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from stepfast.errors import ProtocolError
-from stepfast.protocol import Failure
+from stepfast.messages import Failure
 from stepfast.step import JobKey
 from stepfast_sidecar.memory import SlotFile
 from stepfast_sidecar.room import Room

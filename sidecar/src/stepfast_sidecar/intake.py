@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from stepfast.protocol import REQUEST_LIMIT, Decoder, Message, encode
+from stepfast.messages import Message
+from stepfast.protocol import REQUEST_LIMIT, Decoder, encode
 
 _READ_BYTES = 64 * 1024
 _OUTBOX_DESCRIPTORS = 64  # the agent has a limited number of them, for everybody

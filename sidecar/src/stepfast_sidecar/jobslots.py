@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from stepfast.layout import parse_data_path
-from stepfast.protocol import Hello
+from stepfast.messages import Hello
 from stepfast.slot import SlotState
 from stepfast.step import JobKey
 from stepfast_sidecar.holdings import Held, Holding

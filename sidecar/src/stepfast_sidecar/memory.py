@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import re
 import shutil
@@ -132,6 +133,12 @@ def _lock(root: Path) -> int:
             time.sleep(0.05)  # an agent that was killed a moment ago is still being taken apart
 
 
+def _empty(path: Path) -> None:
+    """Gives all pages of the file back: they would live on with a mapping. Whoever reads them finds zeros."""
+    with open(path, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped.madvise(mmap.MADV_REMOVE)
+
+
 class MemoryTier:
     """The folder, and which jobs it holds."""
 
@@ -182,7 +189,9 @@ class MemoryTier:
         return slot
 
     def remove(self, slot: SlotFile) -> None:
-        """Frees the slot's memory (a rank that still maps it keeps its pages until it unmaps them)."""
+        """Frees the slot's memory, whoever still maps it."""
+        with contextlib.suppress(OSError, ValueError):  # its rank may have cut it short
+            _empty(slot.path)
         slot.path.unlink(missing_ok=True)
         self.give_back(slot.size_bytes)
 

@@ -6,22 +6,18 @@ other agent that wrote a part does after a grace, so that a commit needs nobody 
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any
 
 from stepfast import catalog
 from stepfast.commit import FileUpload, StepParts, read_manifest, try_commit, write_part
-from stepfast.errors import CheckpointError, ObjectNotFound, StorageError, UploadLost
+from stepfast.errors import ObjectNotFound, StorageError, UploadLost
 from stepfast.histories import SaveRow, append_rows
 from stepfast.layout import (
+    CHUNK_BYTES,
     FileEntry,
     Manifest,
     Part,
@@ -30,64 +26,22 @@ from stepfast.layout import (
     parse_part,
     part_path,
 )
-from stepfast.slot import CONTROL_BYTES, SlotState, read_control
 from stepfast.storage.base import Store
-from stepfast.storage.download import download
+from stepfast_sidecar.copies import Copies
+from stepfast_sidecar.slotmaps import SlotDamaged, SlotMaps, SlotRef
 
 UPLOAD_THREADS = 4
 FILES_AT_ONCE = 2  # each has its chunks uploaded by the same threads; some stores take a file whole, from memory
 READ_THREADS = 16  # for part records, of which a large gang has thousands: each takes the storage's latency
 _STEPS_AWAITED = 8  # commits whose parts are remembered
-_COPY_SECONDS = 60.0
 
 
-class SlotDamaged(CheckpointError):
-    """A slot's file is not what its record said: its owner truncated or reused it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotRef:
-    """A slot's bytes as the persister is told of them. `seq` is the use of the slot that is meant."""
-
-    path: str
-    seq: int
-    rank: int
-    name: str
-    file_bytes: int
-    window_begin: int
-    window_bytes: int
-
-
-class MappedSlot:
-    """A slot's data, mapped read-only, page-aligned. Use as a context manager."""
-
-    def __init__(self, ref: SlotRef) -> None:
-        self._ref = ref
-        descriptor = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self._map = mmap.mmap(descriptor, CONTROL_BYTES + ref.window_bytes, prot=mmap.PROT_READ)
-        except ValueError as error:  # the file is shorter than that
-            raise SlotDamaged(f"the slot of rank {ref.rank} was truncated") from error
-        finally:
-            os.close(descriptor)
-        self._whole = memoryview(self._map)
-        self.data = self._whole[CONTROL_BYTES:]
-
-    def check(self) -> None:
-        """Raises SlotDamaged when the slot no longer holds what it is read for: what was read may be of two saves."""
-        record = read_control(bytes(self._whole[:CONTROL_BYTES])).record
-        if record is None or record.seq != self._ref.seq or record.state is not SlotState.STAGED:
-            raise SlotDamaged(f"the slot of rank {self._ref.rank} was reused while it was read")
-
-    def __enter__(self) -> MappedSlot:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.data.release()
-        self._whole.release()
-        # Slices live on in the traceback of a failed upload, which must not be hidden; the map goes with them.
-        with contextlib.suppress(BufferError):
-            self._map.close()
+def chunk_of(size_bytes: int) -> int:
+    """The length of the chunks of a file that is there as a whole: larger ones, and half the requests, as soon as each
+    thread has one.
+    """
+    large = 2 * CHUNK_BYTES
+    return large if size_bytes >= UPLOAD_THREADS * large else CHUNK_BYTES
 
 
 class JobPersister:
@@ -102,10 +56,11 @@ class JobPersister:
         spool_folder: str | None = None,
     ) -> None:
         self._store, self._folder, self._clock = store, folder, clock
-        self._spool_folder = spool_folder
         self._uploaders = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stepfast-upload")
         self._files = ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="stepfast-file")
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stepfast-read")
+        self._copies = Copies(store, folder, self._uploaders, spool_folder=spool_folder)
+        self._slots = SlotMaps()
         self._streams: dict[tuple[int, str, int, str], FileUpload] = {}
         self._parts: dict[tuple[int, str], StepParts] = {}  # the latest asked for last
         self._lock = threading.Lock()
@@ -153,12 +108,14 @@ class JobPersister:
         return [upload.result() for upload in uploads]
 
     def _upload(self, step: int, run: str, world_size: int, slot: SlotRef) -> FileEntry:
-        path = data_path(step, run, slot.name, slot.rank, world_size)
-        upload = FileUpload(self._store, self._folder, path, name=slot.name, rank=slot.rank, size_bytes=slot.file_bytes)
+        path, size = data_path(step, run, slot.name, slot.rank, world_size), slot.file_bytes
+        upload = FileUpload(
+            self._store, self._folder, path, name=slot.name, rank=slot.rank, size_bytes=size, chunk_bytes=chunk_of(size)
+        )
         try:
-            with MappedSlot(slot) as mapped:
-                upload.put(0, mapped.data, self._uploaders)
-                mapped.check()
+            mapped = self._slots.map(slot)
+            upload.put(0, mapped.data, self._uploaders)
+            mapped.check()
             return upload.finish()
         except BaseException:
             upload.abort()
@@ -173,9 +130,9 @@ class JobPersister:
         key = (step, run, slot.rank, slot.name)
         upload = self._stream(key, world_size, slot)
         try:
-            with MappedSlot(slot) as mapped:
-                upload.put(slot.window_begin, mapped.data)
-                mapped.check()
+            mapped = self._slots.map(slot)
+            upload.put(slot.window_begin, mapped.data)
+            mapped.check()
         except (SlotDamaged, UploadLost):
             with self._lock:
                 self._streams.pop(key, None)
@@ -251,28 +208,25 @@ class JobPersister:
         return [found.step for found in catalog.committed_steps(self._store, self._folder)]
 
     def fetch(self, path: str) -> dict[str, Any]:
-        """Makes an object readable by a path on this machine: the file itself, or for a minute a nameless copy.
+        """Makes an object readable by a path on this machine. Raises ObjectNotFound, StorageError."""
+        found, size = self._copies.open_path(path)
+        return {"path": found, "size": size}
 
-        Nameless, so that nothing is left behind whoever dies meanwhile. Raises ObjectNotFound, StorageError.
+    def files_to_restore(self, *, step: int | None, first_rank: int, ranks: int) -> list[str]:
+        """The paths of what these ranks would restore the step from (None: the newest). Raises StorageError,
+        CheckpointError.
         """
-        full = join(self._folder, path)
-        descriptor = self._store.open_file(full)
-        if descriptor is not None:
-            try:
-                size = os.fstat(descriptor).st_size
-                return {"path": os.readlink(f"/proc/self/fd/{descriptor}"), "size": size}
-            finally:
-                os.close(descriptor)
-        copy = tempfile.TemporaryFile(prefix="stepfast-fetch-", dir=self._spool_folder)  # noqa: SIM115  # see below
-        try:
-            size = download(self._store, full, copy.fileno(), self._uploaders)
-        except BaseException:
-            copy.close()
-            raise
-        letting_go = threading.Timer(_COPY_SECONDS, copy.close)  # whoever asked has opened it by then
-        letting_go.daemon = True
-        letting_go.start()
-        return {"path": f"/proc/{os.getpid()}/fd/{copy.fileno()}", "size": size}
+        step = catalog.latest_step(self._store, self._folder) if step is None else step
+        if step is None:
+            return []
+        manifest, parts = catalog.open_step(self._store, self._folder, step)
+        sources = {rank if rank < manifest.world_size else 0 for rank in range(first_rank, first_rank + ranks)}
+        # Of replicated state each rank saved a share, and all ranks read all of it.
+        return [file.path for part in parts for file in part.files if part.replicated or file.rank in sources]
+
+    def foresee(self, path: str) -> None:
+        """Has a file at hand that will be fetched. Raises ObjectNotFound, StorageError."""
+        self._copies.foresee(path)
 
     def close(self) -> None:
         """Ends threads and connections; unfinished uploads are aborted."""
@@ -283,4 +237,5 @@ class JobPersister:
         self._files.shutdown(wait=True, cancel_futures=True)
         self._uploaders.shutdown(wait=True, cancel_futures=True)
         self._readers.shutdown(wait=True, cancel_futures=True)
+        self._copies.close()
         self._store.close()

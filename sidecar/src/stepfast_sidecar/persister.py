@@ -7,6 +7,7 @@ once: a new agent may hand out the very slots that it reads.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -22,9 +23,10 @@ from stepfast.errors import StepfastError
 from stepfast.histories import SaveRow
 from stepfast.layout import parse_file_entry
 from stepfast.storage import open_store
-from stepfast_sidecar.persist import JobPersister, SlotRef
+from stepfast_sidecar.persist import JobPersister
+from stepfast_sidecar.slotmaps import SlotRef
 
-NICENESS = 10  # training comes first
+NICENESS = 10
 _PR_SET_PDEATHSIG = 1
 
 
@@ -42,6 +44,7 @@ class Server:
             "window": ThreadPoolExecutor(8, thread_name_prefix="stepfast-window"),
             "commit": ThreadPoolExecutor(4, thread_name_prefix="stepfast-commit"),
             "fetch": ThreadPoolExecutor(4, thread_name_prefix="stepfast-fetch"),
+            "foresee": ThreadPoolExecutor(2, thread_name_prefix="stepfast-foresee"),  # what is asked for goes first
             "keep": ThreadPoolExecutor(1, thread_name_prefix="stepfast-retain"),
         }
 
@@ -62,6 +65,8 @@ class Server:
             "commit": ("commit", self._commit),
             "steps": ("fetch", lambda: {"steps": self._persister.steps()}),
             "fetch": ("fetch", lambda path: self._persister.fetch(path)),  # noqa: PLW0108  # opens the storage there
+            "restorable": ("fetch", lambda **values: {"paths": self._persister.files_to_restore(**values)}),
+            "foresee": ("foresee", lambda path: self._persister.foresee(path)),  # noqa: PLW0108  # same
             "supersede": ("keep", lambda **values: {"steps": self._persister.supersede_after(**values)}),
             "retain": ("keep", lambda **values: {"removed": self._persister.retain(**values)}),
             "history": ("keep", self._history),
@@ -129,6 +134,15 @@ def _die_with_parent(parent: int) -> None:
         sys.exit(1)
 
 
+def _give_way() -> None:
+    """Training comes first: this process has a small share of what training wants, too, and wakes without interrupting
+    it.
+    """
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError):  # a container may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def main() -> None:
     """Serves until standard input ends."""
     parser = argparse.ArgumentParser(description="persists one job; started by the agent")
@@ -141,7 +155,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor ends us, after the flush
     _die_with_parent(arguments.supervisor)
-    os.nice(NICENESS)
+    _give_way()
 
     def open_persister() -> JobPersister:
         store = open_store(arguments.storage_uri, deadline_seconds=arguments.storage_deadline)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepfast.errors import AgentError, ProtocolError, StepfastError
 from stepfast.layout import is_readable_path
-from stepfast.protocol import (
+from stepfast.messages import (
     VERSION,
     Bye,
     CommittedSteps,

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stepfast.errors import ProtocolError, StepfastError
-from stepfast.protocol import Failure, FlushRun, Hello, Message, RequestSave, Watch
+from stepfast.messages import Failure, FlushRun, Hello, Launching, Message, RequestSave, Watch
 from stepfast.step import JobKey
 from stepfast_sidecar import tenants
 from stepfast_sidecar.intake import Peer
@@ -105,6 +105,9 @@ class Reception:
                 hello = first if door.volume is None else self._admit(first, door, door.volume)
                 await serve_rank(self._agent, peer, hello, messages, door.volume)
                 return
+            if isinstance(first, Launching):
+                self._foresee(first, door.volume)
+                return
             self._supervise(peer, door, first)
             async for message in messages:
                 self._supervise(peer, door, message)
@@ -116,6 +119,12 @@ class Reception:
         finally:
             self._agent.unwatch(peer)
             peer.dispose()
+
+    def _foresee(self, launching: Launching, volume: Volume | None) -> None:
+        reason = tenants.refusal(launching, volume, self._rules) if volume is not None else None
+        if reason is not None:
+            raise ProtocolError(reason)
+        self._agent.foresee(launching, volume.credentials if volume is not None else {})
 
     def _supervise(self, peer: Peer, door: Door, message: Message) -> None:
         if door.volume is not None:

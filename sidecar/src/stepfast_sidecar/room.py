@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -11,8 +12,8 @@ from typing import Any, assert_never
 
 from stepfast.errors import ProtocolError
 from stepfast.layout import job_folder
+from stepfast.messages import Committed, Dropped, Hello, Launching, PersistFailed
 from stepfast.nodestatus import JobStatus
-from stepfast.protocol import Committed, Dropped, Hello, PersistFailed
 from stepfast.slot import SlotRecord, SlotState
 from stepfast.step import JobKey
 from stepfast_sidecar.commits import Commits
@@ -150,6 +151,18 @@ class Room:
             run.flow.local_world_size = size if isinstance(size, int) and size > 0 else staged
             for step in run.flow.uncommitted_parts():
                 self._commits.start(run, step)
+
+    def foresee(self, launching: Launching) -> None:
+        """Ranks are about to start: what they will restore and memory does not hold is fetched meanwhile."""
+        self._tasks.start(self._foresee(launching), "foresee")
+
+    async def _foresee(self, launching: Launching) -> None:
+        step, first, ranks = launching.resume_step, launching.first_rank, launching.ranks
+        with contextlib.suppress(PersisterLost, RequestFailed):  # the ranks will hear of it, should it last
+            found = await self.persister.request("restorable", step=step, first_rank=first, ranks=ranks)
+            for path in found["paths"]:
+                if self.slots.held_file(path) is None:
+                    await self.persister.request("foresee", path=path)
 
     def flush(self, run: Run) -> None:
         """Everything that the run holds goes to the storage."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepfast.histories import SaveRow
+from stepfast.messages import Hello, Message
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
-from stepfast.protocol import Hello, Message
 from stepfast.step import JobKey
 from stepfast_sidecar.flow import RunFlow
 from stepfast_sidecar.intake import Peer

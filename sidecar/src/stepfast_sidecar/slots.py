@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 from stepfast.errors import MemoryBudgetTooSmall
 from stepfast.layout import CHUNK_BYTES
-from stepfast.protocol import MAX_SAVE_BYTES, Hello
+from stepfast.messages import MAX_SAVE_BYTES, Hello
 from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
 from stepfast.step import JobKey
 from stepfast_sidecar.memory import MemoryTier, SlotFile, SlotPlan, plan_slots

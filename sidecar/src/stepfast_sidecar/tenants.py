@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from stepfast.errors import SpecError, StepfastError
-from stepfast.protocol import Hello
+from stepfast.messages import Hello, Launching
 from stepfast.step import JobKey, is_run
 
 _POD_INFO = "csi.storage.k8s.io"
@@ -152,7 +152,7 @@ def _plain(uri: str) -> str:
     return uri.rstrip("/")
 
 
-def refusal(hello: Hello, volume: Volume, rules: StorageRules) -> str | None:
+def refusal(hello: Hello | Launching, volume: Volume, rules: StorageRules) -> str | None:
     """Why this hello may not come through the volume's socket; None when it may."""
     if hello.job != str(volume.job):
         return f"{volume.owner} works for the job {volume.job}, not for {hello.job}"

@@ -16,11 +16,9 @@ from typing import TypeVar
 
 from stepfast import errors
 from stepfast.errors import AgentError, AgentUnavailable, ProtocolError, StepfastError
-from stepfast.protocol import (
-    ANSWER_LIMIT,
+from stepfast.messages import (
     Bye,
     CommittedSteps,
-    Decoder,
     Failure,
     Fetch,
     Fetched,
@@ -31,8 +29,8 @@ from stepfast.protocol import (
     Steps,
     Supersede,
     Welcome,
-    encode,
 )
+from stepfast.protocol import ANSWER_LIMIT, Decoder, encode
 
 M = TypeVar("M", bound=Message)
 _MAX_DESCRIPTORS = 16

@@ -12,6 +12,7 @@ from concurrent.futures import Executor, Future, wait
 from stepfast.checksum import checksum
 from stepfast.errors import ObjectNotFound
 from stepfast.layout import (
+    CHUNK_BYTES,
     FileEntry,
     Manifest,
     Part,
@@ -37,8 +38,18 @@ class FileUpload:
     `finish` makes the file visible and returns its entry for the part record.
     """
 
-    def __init__(self, store: Store, folder: str, path: str, *, name: str, rank: int, size_bytes: int) -> None:
-        self._upload: Upload = store.upload(join(folder, path), size_bytes)
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        path: str,
+        *,
+        name: str,
+        rank: int,
+        size_bytes: int,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._upload: Upload = store.upload(join(folder, path), size_bytes, chunk_bytes=chunk_bytes)
         self._path, self._name, self._rank, self._size = path, name, rank, size_bytes
         self.chunk_bytes = self._upload.chunk_bytes
         self._checksums: list[str | None] = [None] * -(-size_bytes // self.chunk_bytes)

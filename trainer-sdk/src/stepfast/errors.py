@@ -59,6 +59,10 @@ class CheckpointDamaged(CheckpointError):
         super().__init__(f"step {step} is damaged: {path}: {reason}. {offer}")
 
 
+class ObjectsUndefined(CheckpointError):
+    """The objects hold parts of a damaged step, which must not be saved as another."""
+
+
 class CheckpointUnsafe(CheckpointError):
     """The checkpoint holds pickled objects, which run code when they are loaded."""
 

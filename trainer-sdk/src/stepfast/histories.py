@@ -21,7 +21,9 @@ MAX_ROWS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRow:
-    """One save. `duration_seconds`: from the save to its commit; `outcome`: Committed or Dropped."""
+    """One save. `duration_seconds`: from the save to its commit; `outcome`: Committed, or Dropped: given up for a newer
+    step, or another run's save of the step is the one that is kept.
+    """
 
     global_step: int
     run: str

@@ -15,14 +15,17 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from stepfast.client import Connection, connect
 from stepfast.elastic import count_launches, renew_stores
-from stepfast.errors import GangError
+from stepfast.environment import Environment, read_environment
+from stepfast.errors import AgentUnavailable, GangError, SpecError
+from stepfast.messages import VERSION, Launching
 from stepfast.rendezvous import wait_for_host
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SHUTDOWN_SECONDS = "10"
 _MESSAGE_CHARACTERS = 2000
 _LAST_WORDS_SECONDS = 0.5
+_ANNOUNCE_SECONDS = 1.0  # for an agent that stands still
 
 
 def load() -> None:
@@ -48,6 +52,8 @@ def load() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the gang's share of this node to its end; returns the exit status."""
+    with suppress(SpecError):  # which the ranks report
+        announce(read_environment())
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -75,6 +81,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     report.write({"exitCode": 0, "time": time.time()})
     return 0
+
+
+def announce(environment: Environment) -> None:
+    """Tells the node's agent which step its ranks will ask for: it fetches that while they import torch.
+
+    Nothing depends on it: an agent that is not there yet, or knows no such message, is asked by the ranks.
+    """
+    if environment.socket is None or not environment.is_run_unique:
+        return
+    with suppress(AgentUnavailable):
+        connection = Connection(connect(environment.socket, _ANNOUNCE_SECONDS))
+        with closing(connection):
+            connection.send(
+                Launching(
+                    version=VERSION,
+                    job=str(environment.job),
+                    run=environment.run,
+                    storage_uri=environment.storage_uri,
+                    first_rank=environment.node * environment.local_world_size,
+                    ranks=environment.local_world_size,
+                    resume_step=environment.resume_step,
+                )
+            )
 
 
 class _Report:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from stepfast.client import Connection, connect
 from stepfast.errors import AgentUnavailable, ProtocolError, StepfastError
+from stepfast.messages import FlushRun, Message, RequestSave, Status, Watch
 from stepfast.nodestatus import NodeStatus, from_document
-from stepfast.protocol import FlushRun, Message, RequestSave, Status, Watch
 from stepfast.step import JobKey
 
 _RECONNECT_SECONDS = 0.2

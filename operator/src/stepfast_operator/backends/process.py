@@ -194,8 +194,10 @@ class ProcessBackend:
         if now - self._trains_since < _STANDBY_SECONDS:
             return
         attempt = current.attempt + 1
-        launch = LaunchGang(attempt=attempt, run=run_id(self._uid, attempt), resume_step=0)
-        self._standby.prepare([self._start(launch, node, port=0) for node in range(nodes)])
+        run = run_id(self._uid, attempt)
+        if self._standby.run != run:
+            launch = LaunchGang(attempt=attempt, run=run, resume_step=0)
+            self._standby.prepare(run, [self._start(launch, node, port=0) for node in range(nodes)])
 
     async def stop(self, runs: Sequence[str], mode: StopMode) -> None:
         wanted = frozenset(runs)

@@ -27,15 +27,17 @@ class Standby:
         self._run: str | None = None
 
     @property
+    def run(self) -> str | None:
+        """That they were started for; it stays when a command needed none, or none could be started."""
+        return self._run
+
+    @property
     def pids(self) -> frozenset[int]:
         """Of those that wait."""
         return frozenset(process.process.pid for process in self._waiting.values())
 
-    def prepare(self, starts: Sequence[Start]) -> None:
-        """Starts what these would need, once; a command that is no torchrun needs nothing that could wait."""
-        run = starts[0].env[RUN]
-        if run == self._run:
-            return
+    def prepare(self, run: str, starts: Sequence[Start]) -> None:
+        """Starts what these would need; a command that is no torchrun needs nothing that could wait."""
         self.end()
         self._run = run
         for start in starts:

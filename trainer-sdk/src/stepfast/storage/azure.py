@@ -129,8 +129,8 @@ class AzureStore:
         self.call("replace", path, call, size_bytes=len(data))
         self.call_probe("replace:after", path)
 
-    def upload(self, path: str, size_bytes: int) -> Upload:
-        return AzureUpload(self, self._blob(path), path, size_bytes, options=self._options)
+    def upload(self, path: str, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> Upload:
+        return AzureUpload(self, self._blob(path), path, size_bytes, chunk_bytes=chunk_bytes, options=self._options)
 
     def list(self, folder: str) -> Sequence[ObjectInfo]:
         prefix = self._folder_prefix(folder)
@@ -292,10 +292,17 @@ class AzureUpload:
     """
 
     def __init__(
-        self, store: AzureStore, blob: BlobClient, path: str, size_bytes: int, *, options: RequestOptions
+        self,
+        store: AzureStore,
+        blob: BlobClient,
+        path: str,
+        size_bytes: int,
+        *,
+        chunk_bytes: int,
+        options: RequestOptions,
     ) -> None:
-        pieces = -(-size_bytes // (CHUNK_BYTES * MAX_BLOCKS))
-        self.chunk_bytes = CHUNK_BYTES * max(pieces, 1)
+        pieces = -(-size_bytes // (chunk_bytes * MAX_BLOCKS))
+        self.chunk_bytes = chunk_bytes * max(pieces, 1)
         self._ledger = ChunkLedger(size_bytes, self.chunk_bytes)
         self._store = store
         self._blob = blob

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from stepfast.layout import CHUNK_BYTES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
@@ -62,8 +64,10 @@ class Store(Protocol):
     def replace(self, path: str, data: bytes) -> None:
         """The object becomes `data`, atomically and durably, whatever was there."""
 
-    def upload(self, path: str, size_bytes: int) -> Upload:
-        """Begins an object of that size."""
+    def upload(self, path: str, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> Upload:
+        """Begins an object of that size, to be put in chunks of that length, or of a multiple where the store's limits
+        want it (`Upload.chunk_bytes`). A chunk may cost a request.
+        """
 
     def list(self, folder: str) -> Sequence[ObjectInfo]:
         """A folder's direct entries, sorted by name; empty when there is no such folder."""

@@ -105,12 +105,12 @@ class LocalStore:
         self._write("replace", path, attempt)
         self._call_probe("replace:after", path)
 
-    def upload(self, path: str, size_bytes: int) -> Upload:
+    def upload(self, path: str, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> Upload:
         target = self._root / object_path(path)
 
         def attempt() -> LocalUpload:
             self._make_folder(target.parent)
-            return LocalUpload(target, path, size_bytes, chunk_bytes=CHUNK_BYTES, retry=self._retry, probe=self._probe)
+            return LocalUpload(target, path, size_bytes, chunk_bytes=chunk_bytes, retry=self._retry, probe=self._probe)
 
         return self._write("upload", path, attempt)
 

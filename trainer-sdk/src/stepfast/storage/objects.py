@@ -112,13 +112,13 @@ class ObjectStore:
         self._try("replace", path, lambda _: self._pipe(name, data))
         self._call_probe("replace:after", path)
 
-    def upload(self, path: str, size_bytes: int) -> Upload:
+    def upload(self, path: str, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> Upload:
         name = self._name(path)
         if self._in_memory:
             return BufferedUpload(
                 path,
                 size_bytes,
-                chunk_bytes=CHUNK_BYTES,
+                chunk_bytes=chunk_bytes,
                 write=lambda data: self._pipe(name, data),
                 probe=self._probe,
             )
@@ -127,7 +127,7 @@ class ObjectStore:
             stream,
             path,
             size_bytes,
-            chunk_bytes=CHUNK_BYTES,
+            chunk_bytes=chunk_bytes,
             commit=lambda: self._in_folder(name, stream.commit),
             probe=self._probe,
         )

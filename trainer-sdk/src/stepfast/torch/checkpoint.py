@@ -20,12 +20,13 @@ from stepfast.environment import Environment, absolute_storage_uri, read_environ
 from stepfast.errors import (
     AgentError,
     CheckpointerOpen,
+    ObjectsUndefined,
     StepOutOfOrder,
     StorageError,
 )
 from stepfast.layout import job_folder
+from stepfast.messages import FinalSaved, Restored, Skipped
 from stepfast.pacing import PaceKeeper
-from stepfast.protocol import FinalSaved, Restored, Skipped
 from stepfast.step import MAX_STEP
 from stepfast.torch.join import join_agent, join_gang
 from stepfast.torch.objects import ObjectSet
@@ -160,7 +161,8 @@ class Checkpointer:
         Without `step`: the one that the launcher fixed, else the latest. If that turns out to be damaged, the error
         is logged with the file's name, and the next older committed step is restored instead. Raises
         CheckpointNotFound and CheckpointDamaged for an explicit step, CheckpointMismatch, CheckpointUnsafe,
-        StorageError.
+        StorageError. CheckpointDamaged without an explicit step: the damage of the oldest step was the last of several,
+        or in both tiers; the objects hold parts of it, and saving them is refused (ObjectsUndefined).
         """
         begin = time.perf_counter()
         self._writer.drain()  # what is restored is written over what is copied
@@ -207,6 +209,11 @@ class Checkpointer:
 
     def _consult(self, request: Request) -> Saved | None:
         began = time.perf_counter()
+        if self._resumer.is_half_restored:
+            raise ObjectsUndefined(
+                "a restore found damage when it had filled the objects in part, and no older step to put in their "
+                "place: begin with new objects, in a new process"
+            )
         newest = _SAVED_THROUGH.get(self._run_key, request.step)
         if request.step < newest:
             raise StepOutOfOrder(

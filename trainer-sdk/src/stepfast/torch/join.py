@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from stepfast.environment import Environment
 from stepfast.errors import AgentUnavailable
-from stepfast.protocol import VERSION, Hello
+from stepfast.messages import VERSION, Hello
 from stepfast.step import run_id
 from stepfast.torch.gang import Gang, find_gang
 from stepfast.torch.link import AgentLink

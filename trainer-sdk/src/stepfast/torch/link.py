@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stepfast.client import RankClient
 from stepfast.errors import AgentUnavailable, CheckpointNotFound, StepfastError, StorageUnavailable
-from stepfast.protocol import (
+from stepfast.messages import (
     MAX_METRIC_NAME,
     MAX_METRICS,
     Committed,

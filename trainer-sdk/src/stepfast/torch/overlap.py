@@ -28,6 +28,7 @@ import torch
 
 from stepfast.torch.devicecopy import DeviceCopy, Pending
 from stepfast.torch.plan import SavePlan
+from stepfast.torch.sharing import span
 from stepfast.torch.staging import MappedSlot
 from stepfast.torch.state import PLAIN_TENSORS
 
@@ -203,15 +204,15 @@ class Deferral:
     def __init__(self, sources: Sequence[torch.Tensor], changing: Sequence[torch.Tensor]) -> None:
         self._key = _key(sources, changing)
         self._changing = list(map(weakref.ref, changing))
-        ends = sorted((*_span(tensor), place) for place, tensor in enumerate(changing) if _is_plain(tensor))
+        ends = sorted((*span(tensor), place) for place, tensor in enumerate(changing) if _is_watchable(tensor))
         begins = [begin for begin, _, _ in ends]
         self.is_deferrable = [False] * len(sources)
         self._late: list[int] = []
         self._owners: list[int] = []
         for index, source in enumerate(sources):
-            if not _is_plain(source, dense=False):
+            if not _is_watchable(source, dense=False):
                 continue
-            begin, end = _span(source)
+            begin, end = span(source)
             place = bisect_right(begins, begin) - 1
             if place >= 0 and end <= ends[place][1]:
                 self.is_deferrable[index] = True
@@ -263,18 +264,11 @@ def _is_known(value: object) -> bool:
     return isinstance(value, torch.Tensor) and type(value) in PLAIN_TENSORS and value.layout is torch.strided
 
 
-def _is_plain(tensor: torch.Tensor, *, dense: bool = True) -> bool:
+def _is_watchable(tensor: torch.Tensor, *, dense: bool = True) -> bool:
     if tensor.is_inference():
         return False
-    begin, end = _span(tensor)
+    begin, end = span(tensor)
     return tensor.numel() > 0 and (not dense or end - begin == tensor.numel() * tensor.element_size())
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and behind its last."""
-    begin = tensor.data_ptr()
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (reach + 1) * tensor.element_size()
 
 
 __all__ = ["Copying", "Deferral", "Overlap", "Watch"]

@@ -1,8 +1,8 @@
 """Reads a committed step back, from the node's memory where it is held, else from the storage; every byte checked (I5).
 
-What is in the storage alone is checked whole before anything of the caller's is touched: when it is damaged, there is
-nothing to put in the place of what was half delivered. What is held in memory is in the storage too, so it is checked
-where it is delivered, once, and delivered anew from there should it be wrong.
+Bytes are checked once, where they are delivered, if something can take the place of what was half delivered: what is
+held in memory is in the storage too. What only the storage has is checked whole before anything of the caller's is
+touched, unless the caller has another step to restore then.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,8 @@ class StepReader:
         }
         self._files: dict[int, VerifiedFile] = {}
         self._contents: dict[int, _Contents] = {}
+        self.has_touched = False
+        """Whether the caller's own tensors were written to: they are undefined when `read` failed since."""
         self._is_refreshed = False  # whether the memory tier was found wrong, and is not asked again
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="stepfast-read") if threads > 1 else None
 
@@ -82,35 +85,43 @@ class StepReader:
     @property
     def tier(self) -> Tier:
         """Memory when every file that was read came from there."""
-        is_memory = bool(self._files) and all(file.tier is Tier.MEMORY for file in self._files.values())
-        return Tier.MEMORY if is_memory else Tier.PERSISTENT
+        return Tier.MEMORY if self._files and self.is_in_memory else Tier.PERSISTENT
 
     def document(self, rank: int) -> Mapping[str, Any]:
         """What the rank's file says of its state; after `check`."""
         return self._open(rank).document
 
-    def check(self, rank: int, *, weights_only: bool) -> None:
-        """Opens all that `read` will need, and reads every byte of what only the storage has; delivers none.
-
-        Raises CheckpointUnsafe, too.
-        """
+    def prepare(self, rank: int, *, weights_only: bool) -> None:
+        """Opens all that `read` will need, and checks what says where it is. Raises CheckpointUnsafe, too."""
         try:
-            self._check(rank, weights_only=weights_only)
+            self._prepare(rank, weights_only=weights_only)
         except _MemoryMismatch:
             self._leave_memory()
-            self._check(rank, weights_only=weights_only)
+            self._prepare(rank, weights_only=weights_only)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the memory tier holds all that was opened."""
+        return all(file.tier is Tier.MEMORY for file in self._files.values())
+
+    def check(self, rank: int) -> None:
+        """After `prepare`: reads every byte that only the storage has, and delivers none."""
+        for source, pieces in _by_rank(self._open(rank).pieces).items():
+            file, ranges = self._files[source], [(piece.begin, piece.end) for piece in pieces]
+            if file.tier is not Tier.MEMORY:
+                self._guard(source, partial(file.check, ranges, self._threads))
 
     def read(self, rank: int, own: Mapping[str, OwnState], *, weights_only: bool) -> dict[str, Any]:
         """The state that this rank saved, with the replicated tensors gathered from all files.
 
         Tensors of `own`, the caller's states by object, take their bytes directly where they can: last, so that all
-        else that can go wrong has done so by then. Only damage that `check` could not see leaves them undefined.
+        else that can go wrong has done so by then. Only damage leaves them undefined (`has_touched`).
         """
         try:
             return self._read(rank, own, weights_only=weights_only)
         except _MemoryMismatch:
             self._leave_memory()
-            self._check(rank, weights_only=weights_only)
+            self._prepare(rank, weights_only=weights_only)
             return self._read(rank, own, weights_only=weights_only)
 
     def _leave_memory(self) -> None:
@@ -160,18 +171,11 @@ class StepReader:
             raise self._damaged(rank, f"tensor {name!r} is not in the file")
         return found
 
-    def _check(self, rank: int, *, weights_only: bool) -> None:
+    def _prepare(self, rank: int, *, weights_only: bool) -> None:
         contents = self._open(rank)
         if weights_only and contents.may_hold_pickles:
             nothing = [torch.empty(0, dtype=torch.uint8)] * len(contents.found.places)
             rebuild(contents.document["structure"], nothing, contents.values, weights_only=True)
-        for source, pieces in _by_rank(contents.pieces).items():
-            if self._files[source].tier is not Tier.MEMORY:
-                self._check_pieces(source, pieces)
-
-    def _check_pieces(self, rank: int, pieces: Sequence[_Piece]) -> None:
-        ranges = [(piece.begin, piece.end) for piece in pieces]
-        self._guard(rank, lambda: self._files[rank].check(ranges, self._threads))
 
     # ------------------------------------------------------------ what it holds
 
@@ -183,6 +187,7 @@ class StepReader:
         self._deliver([piece for piece in contents.pieces if piece.base not in chosen], bases, found)
         tensors = sharing.materialise(found, bases, chosen)
         root: dict[str, Any] = rebuild(structure, tensors, contents.values, weights_only=weights_only)
+        self.has_touched = self.has_touched or bool(chosen)
         self._deliver([piece for piece in contents.pieces if piece.base in chosen], bases, found)
         if chosen:
             torch.autograd.graph.increment_version(list(chosen.values()))

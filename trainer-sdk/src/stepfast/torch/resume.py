@@ -20,6 +20,7 @@ log = logging.getLogger("stepfast")
 
 _NOTHING = "nothing"
 _GAVE_UP = "!"  # before the text of a rank that cannot go on, for a reason other than damage
+_TOUCHED = "~"  # before the text of a rank whose objects are no longer what they were
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,8 @@ class Resumer:
         self._source, self._gang, self._environment, self._objects = source, gang, environment, objects
         self._name, self._weights_only = name, weights_only
         self._calls = 0
+        self.is_half_restored = False
+        """Whether the objects hold parts of a step that turned out to be damaged, on any rank."""
 
     def resume(self, step: int | None) -> Resumed:
         """Restores that step; None: the one that the launcher fixed, else the latest, else an older whole one.
@@ -59,19 +62,20 @@ class Resumer:
         """
         self._calls += 1
         wanted = first = self._agree_on(step)
-        half_restored = ""
         while wanted is not None:
             with garbage_kept():
-                damage, reader = self._examine(wanted)
+                damage, reader = self._examine(wanted, is_only=step is not None)
                 if reader is not None:
                     with closing(reader):
-                        damage = half_restored = self._deliver(reader)
+                        damage, is_touched = self._deliver(reader)
                     if not damage:
+                        self.is_half_restored = False
                         is_rollback = step is not None or wanted != first
                         return Resumed(step=wanted, tier=str(reader.tier), is_rollback=is_rollback)
+                    self.is_half_restored = self.is_half_restored or is_touched
             log.error("stepfast: step %s is damaged: %s", wanted, damage)
             older = self._older(wanted)
-            if step is not None or (older is None and half_restored):
+            if step is not None or (older is None and self.is_half_restored):
                 path, _, reason = damage.partition(": ")
                 raise CheckpointDamaged(path, wanted, reason, older)
             wanted = older
@@ -91,26 +95,35 @@ class Resumer:
             raise GangError(f"ranks restore different steps: {sorted(set(texts))}")
         return None if texts[0] == _NOTHING else int(texts[0])
 
-    def _examine(self, step: int) -> tuple[str, StepReader | None]:
-        """Checks what this rank would read, and touches nothing: the damage that any rank found, else a reader."""
+    def _examine(self, step: int, *, is_only: bool) -> tuple[str, StepReader | None]:
+        """Looks at what this rank would read, and touches nothing: the damage that any rank found, else a reader.
+
+        `is_only`: no other step may be restored instead, so that all of it has to be whole before it is touched.
+        """
         readers: list[StepReader] = []
 
         def examine() -> None:
             threads = reading_threads(self._environment.local_world_size)
             readers.append(StepReader(self._source, step, name=self._name, threads=threads))
-            self._check(readers[0])
+            self._prepare(readers[0])
+            if not readers[0].is_in_memory and (is_only or not self._has_older(step)):
+                readers[0].check(self._source_rank(readers[0]))
 
         is_fine = False
         try:
-            damage = self._together(f"verdict/{self._calls}/{step}", step, examine)
+            damage, _ = self._together(f"verdict/{self._calls}/{step}", step, examine)
             is_fine = not damage
         finally:
             if readers and not is_fine:
                 readers[0].close()
         return damage, readers[0] if is_fine else None
 
-    def _together(self, topic: str, step: int, work: Callable[[], None]) -> str:
-        """Does this rank's share of the work; the damage that any rank found, or nothing."""
+    def _together(
+        self, topic: str, step: int, work: Callable[[], None], has_touched: Callable[[], bool] = lambda: False
+    ) -> tuple[str, bool]:
+        """Does this rank's share of the work; the damage that any rank found, or nothing, and whether any has touched
+        its objects.
+        """
         verdict = ""
         try:
             work()
@@ -120,13 +133,17 @@ class Resumer:
             # The others wait for this rank's verdict: they must not wait for ever.
             self._gang.exchange(topic, f"{_GAVE_UP}{type(error).__name__}: {error}")
             raise
-        verdicts = self._gang.exchange(topic, verdict)
+        verdicts = self._gang.exchange(topic, f"{_TOUCHED if has_touched() else ''}{verdict}")
         for rank, text in enumerate(verdicts):
             if text.startswith(_GAVE_UP):
                 raise GangError(f"rank {rank} cannot restore step {step}: {text.removeprefix(_GAVE_UP)}")
-        return next((text for text in verdicts if text), "")
+        damages = (text.removeprefix(_TOUCHED) for text in verdicts)
+        return next(filter(None, damages), ""), any(text.startswith(_TOUCHED) for text in verdicts)
 
-    def _check(self, reader: StepReader) -> None:
+    def _has_older(self, step: int) -> bool:
+        return any(other < step for other in self._source.steps())
+
+    def _prepare(self, reader: StepReader) -> None:
         source_rank = self._source_rank(reader)
         if reader.manifest.world_size != self._environment.world_size:
             document = reader.document(source_rank)
@@ -140,10 +157,11 @@ class Resumer:
                     f"{self._environment.world_size}; {', '.join(sorted(own))} is each rank's own: declare it "
                     "replicated if it is equal on all ranks"
                 )
-        reader.check(source_rank, weights_only=self._weights_only)
+        reader.prepare(source_rank, weights_only=self._weights_only)
 
-    def _deliver(self, reader: StepReader) -> str:
-        """Restores the objects, on all ranks or none: the damage that any rank found, or nothing.
+    def _deliver(self, reader: StepReader) -> tuple[str, bool]:
+        """Restores the objects, on all ranks or none: the damage that any rank found, or nothing, and whether any has
+        touched its objects.
 
         No rank goes on before all have read: a slot that one reads another rank's next save may want.
         """
@@ -155,14 +173,15 @@ class Resumer:
             own = self._objects.own_states()
             root.update(reader.read(source_rank, own, weights_only=self._weights_only))
 
-        damage = self._together(f"delivered/{self._calls}/{reader.step}", reader.step, read)
+        topic = f"delivered/{self._calls}/{reader.step}"
+        damage, is_touched = self._together(topic, reader.step, read, lambda: reader.has_touched)
         if damage:
-            return damage
+            return damage, is_touched
         rng = root.pop(RNG, None)
         self._objects.load(root, step=reader.step)
         if rng is not None and source_rank == self._environment.rank:
             set_rng_state(rng)
-        return ""
+        return "", True
 
     def _source_rank(self, reader: StepReader) -> int:
         """The rank whose file is this one's: its own, where the gang that saved had one of that number."""

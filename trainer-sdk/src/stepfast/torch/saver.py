@@ -27,7 +27,7 @@ from stepfast.errors import (
 )
 from stepfast.histories import SaveRow, append_rows
 from stepfast.layout import CHUNK_BYTES, FileEntry, Manifest, Part, data_path, job_folder, join, part_path
-from stepfast.protocol import Reserved, Staged
+from stepfast.messages import Reserved, Staged
 from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
 from stepfast.storage import Store
 from stepfast.torch.link import AgentLink

@@ -81,11 +81,11 @@ class Sharing:
     def is_still(self, view: View, tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the tensor is still that view of its base's bytes: else its own would be lost."""
         entry = self.bases[view.base]
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return False  # the same memory no longer means the same values
         if entry.tensor >= 0:
             base = tensors[entry.tensor]
-            if not _is_plain(base) or not base.is_contiguous():
+            if not is_plain(base) or not base.is_contiguous():
                 return False
             first = base.data_ptr()
         else:
@@ -105,9 +105,9 @@ def find_sharing(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> Shari
 
 
 def _place(cluster: list[int], tensors: Sequence[torch.Tensor], names: Sequence[str], found: Sharing) -> None:
-    spans = {index: _span(tensors[index]) for index in cluster}
-    low, high = min(span[0] for span in spans.values()), max(span[1] for span in spans.values())
-    whole = [i for i in cluster if spans[i] == (low, high) and tensors[i].is_contiguous() and _is_plain(tensors[i])]
+    spans = {index: span(tensors[index]) for index in cluster}
+    low, high = min(begin for begin, _ in spans.values()), max(end for _, end in spans.values())
+    whole = [i for i in cluster if spans[i] == (low, high) and tensors[i].is_contiguous() and is_plain(tensors[i])]
     if any((spans[i][0] - low) % tensors[i].element_size() for i in cluster):
         whole = []  # a view of another width would not begin on one of its own elements
     if len(cluster) == 1 or whole:
@@ -149,7 +149,7 @@ def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     by_storage: dict[tuple[str, int], list[int]] = defaultdict(list)
     alone: list[list[int]] = []
     for index, tensor in enumerate(tensors):
-        if tensor.numel() == 0 or not _is_plain(tensor):
+        if tensor.numel() == 0 or not is_plain(tensor):
             alone.append([index])
         else:
             by_storage[(str(tensor.device), tensor.untyped_storage().data_ptr())].append(index)
@@ -159,8 +159,8 @@ def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
             clusters.append(members)
             continue
         reached = -1
-        for index in sorted(members, key=lambda i: _span(tensors[i])):
-            begin, end = _span(tensors[index])
+        for index in sorted(members, key=lambda i: span(tensors[i])):
+            begin, end = span(tensors[index])
             if begin >= reached:
                 clusters.append([])
             clusters[-1].append(index)
@@ -168,12 +168,12 @@ def _clusters(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return sorted((sorted(cluster) for cluster in clusters), key=lambda cluster: cluster[0])
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory holds its values as they are (no lazy conjugation or negation)."""
     return not (tensor.dtype.is_complex and tensor.is_conj()) and not tensor.is_neg()
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes from the tensor's first to its last element, as addresses."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()

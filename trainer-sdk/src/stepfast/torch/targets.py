@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from stepfast.torch.dtypes import parse_dtype
-from stepfast.torch.sharing import Base, Flags, Sharing
-from stepfast.torch.state import Json, decode_value
+from stepfast.torch.sharing import Base, Flags, Sharing, is_plain
+from stepfast.torch.state import PLAIN_TENSORS, Json, decode_value
 
 _LARGE_BYTES = 4 << 20  # from here on new memory is asked for in huge pages
 
@@ -91,9 +91,9 @@ def _key(key: Json) -> Any:
 
 
 def _takes(tensor: torch.Tensor, base: Base, flags: Flags | None) -> bool:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
         return False
-    if not tensor.is_cpu or tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
+    if not tensor.is_cpu or not is_plain(tensor):
         return False
     if tuple(tensor.shape) != base.shape or tensor.dtype is not parse_dtype(base.dtype):
         return False

@@ -1,4 +1,4 @@
-"""From the death of a rank to the first new step, on one machine: `python -m benchmarks.recovery [--quick]`.
+"""From the death of a rank to the first new step, on one machine: `python -m benchmarks.gangs.recovery [--quick]`.
 
 A rank of a `stepfast run` is killed, of one job after the other. Beside each recovery stands the limit: the same script
 without any of ours, from nothing to its first step, under a bare Python and under torchrun. Once training goes on, it
@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.cells import WORK
-from benchmarks.procfs import command_of, families, processor_seconds, proportional_bytes
+from benchmarks.processes.procfs import command_of, families, processor_seconds, proportional_bytes
 from benchmarks.results import RESULTS, add_record
 
 _HERE = Path(__file__).parent
@@ -52,7 +52,7 @@ class Stamps:
         folder.mkdir()
 
     def environment(self) -> dict[str, str]:
-        path = [str(_HERE / "recoverystamps"), str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(_HERE / "recoverystamps"), str(_HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {**os.environ, "BENCH_STAMPS": str(self.folder), "PYTHONPATH": os.pathsep.join(path),
                 "OMP_NUM_THREADS": "1"}  # fmt: skip
 

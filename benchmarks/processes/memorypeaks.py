@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from benchmarks.cellprocess import Workplace
-from benchmarks.procfs import anonymous_bytes, families, shared_memory_bytes
+from benchmarks.processes.cellprocess import Workplace
+from benchmarks.processes.procfs import anonymous_bytes, families, shared_memory_bytes
 
 _PERIOD_SECONDS = 0.05
 _LISTING_PERIODS = 10

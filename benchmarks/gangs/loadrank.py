@@ -1,5 +1,5 @@
 """One rank of one of several jobs that share an agent: it trains, saves now and then, and tells each save. A child of
-`benchmarks.load`.
+`benchmarks.gangs.load`.
 
 A step is a sleep: training is on a device elsewhere, and the processors are the agent's and the other jobs'.
 """
@@ -12,7 +12,7 @@ import threading
 import time
 
 import torch
-from benchmarks.cellprocess import Teller
+from benchmarks.processes.cellprocess import Teller
 from benchmarks.workload import MIB
 
 from stepfast.errors import StepfastError

@@ -1,4 +1,5 @@
-"""One rank of a gang whose ranks hold the same state, saving it in one of several ways. A child of `benchmarks.ddp`.
+"""One rank of a gang whose ranks hold the same state, saving it in one of several ways. A child of
+`benchmarks.gangs.ddp`.
 
 Every rank takes part in each save; rank 0 gathers what each of them measured and tells it.
 """
@@ -15,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from benchmarks.cellprocess import Teller
 from benchmarks.machine import PlainCopy
-from benchmarks.trainer import TrainingLoop
+from benchmarks.processes.cellprocess import Teller
+from benchmarks.processes.trainer import TrainingLoop
 from benchmarks.workload import State, size_of, stamp, state_of, tensors_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter

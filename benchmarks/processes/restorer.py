@@ -10,10 +10,10 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.cellprocess import Teller
 from benchmarks.machine import PlainCopy, cold_read, drop_caches, read_files, repeated
 from benchmarks.peers.base import Peer, Site, Tier
 from benchmarks.peers.roster import make_peer
+from benchmarks.processes.cellprocess import Teller
 from benchmarks.workload import State, fill, stamp, state_of, tensors_of, wrong_elements, wrong_tensors
 
 _LIMIT_TIMES = 3

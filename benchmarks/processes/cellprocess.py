@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.procfs import command_of, families, marked
+from benchmarks.processes.procfs import command_of, families, marked
 
 Event = dict[str, Any]
 
@@ -66,7 +66,7 @@ class Workplace:
         self.key = f"bench{uuid.uuid4().hex[:8]}"
         self.sessions: set[int] = set()
         self._environment = {**os.environ, _MARK: self.key, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        root = str(Path(__file__).parent.parent)
+        root = str(Path(__file__).parents[2])
         self._environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._deadline = time.monotonic() + time_limit_seconds
         self._helper: subprocess.Popen[bytes] | None = None
@@ -116,10 +116,10 @@ class Workplace:
         launcher: Sequence[str] = ("-m",),
     ) -> Outcome:
         """Runs a child to its end, or to the end of the cell's time; the launcher is Python's own options."""
-        log = self.folder / f"{module}.log"
+        log = self.folder / f"{module.rpartition('.')[2]}.log"
         with log.open("wb") as file:
             child = subprocess.Popen(
-                [sys.executable, *launcher, f"benchmarks.{module}", *arguments],
+                [sys.executable, *launcher, module, *arguments],
                 env=self._environment, stdout=subprocess.PIPE, stderr=file, start_new_session=True,
             )  # fmt: skip
         self.sessions.add(child.pid)

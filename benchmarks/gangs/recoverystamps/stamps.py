@@ -1,4 +1,4 @@
-"""Moments in the life of a process, as JSON lines in a file of its own: what `benchmarks.recovery` reads.
+"""Moments in the life of a process, as JSON lines in a file of its own: what `benchmarks.gangs.recovery` reads.
 
 Nothing is written where BENCH_STAMPS names no folder.
 """

@@ -1,6 +1,6 @@
 """Gangs whose ranks hold the same state, as under DDP: who writes what, and how long all of them stand still.
 
-`python -m benchmarks.ddp -h`.
+`python -m benchmarks.gangs.ddp -h`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.agentprocess import agent_command, is_answering
-from benchmarks.cellprocess import Workplace
 from benchmarks.cells import WORK, launcher_of
+from benchmarks.processes.agentprocess import agent_command, is_answering
+from benchmarks.processes.cellprocess import Workplace
 from benchmarks.results import RESULTS, add_record
 from benchmarks.workload import MIB, size_of, state_of
 
@@ -35,7 +35,7 @@ def measure_gang(
         if way == "stepfast":
             _start_agent(workplace, size, ranks)
         outcome = workplace.run(
-            "ddprank",
+            "benchmarks.gangs.ddprank",
             ["--way", way, "--layout", layout, "--storage", str(storage), "--saves", str(saves)],
             launcher=launcher_of(ranks),
         )

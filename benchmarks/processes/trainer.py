@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.cellprocess import Teller
 from benchmarks.machine import PlainCopy
 from benchmarks.peers.base import Peer, Site
 from benchmarks.peers.roster import make_peer
+from benchmarks.processes.cellprocess import Teller
 from benchmarks.workload import State, size_of, stamp, state_of, tensors_of
 
 _WARM_UP_STEPS = 30
@@ -89,6 +89,10 @@ class Trainer:
         while is_saved and not self.peer.is_persisted(step):
             durations.append(self.loop.train_step())
         whole = time.perf_counter() - begin - stamping
+        self.meet()  # the others' work is not to slow this one's undisturbed training
+        os.sync()
+        # The machine's pace drifts by more than a save costs: what is undisturbed is measured on both sides of it.
+        rate = (rate + self.loop.train_for(self.idle_seconds)) / 2
         self.teller.tell(
             "save", step=step, is_saved=is_saved, idle_steps_per_second=rate, plain_seconds=plain, stall_seconds=stall,
             persist_seconds=whole, persist_after_return_seconds=whole - (returned - begin),

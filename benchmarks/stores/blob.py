@@ -1,4 +1,4 @@
-"""Throughput of writes to a real Azurite, side by side: `python -m benchmarks.blob [--quick]`.
+"""Throughput of writes to a real Azurite, side by side: `python -m benchmarks.stores.blob [--quick]`.
 
 The same bytes go there by this project's store (as the agent's persister calls it), by the whole way from a save to
 its commit, and by what others would use. The ways take turns in this process; each round has an Azurite of its own,
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.agentprocess import running_agent
-from benchmarks.azurite import ACCOUNT, AZURITE_VERSION, KEY, Azurite, running_azurite
 from benchmarks.peers.install import FOLDER, install, missing_reason
-from benchmarks.procfs import families, processor_seconds
+from benchmarks.processes.agentprocess import running_agent
+from benchmarks.processes.procfs import families, processor_seconds
 from benchmarks.results import RESULTS, add_record
+from benchmarks.stores.azurite import ACCOUNT, AZURITE_VERSION, KEY, Azurite, running_azurite
 from benchmarks.workload import MIB
 
 from stepfast.commit import FileUpload
@@ -34,8 +34,8 @@ from stepfast.environment import read_environment
 from stepfast.storage import open_store
 from stepfast.storage.open import OPTIONS_VARIABLE
 from stepfast.torch import Checkpointer, every
+from stepfast_sidecar.persist import UPLOAD_THREADS, chunk_of
 
-UPLOAD_THREADS = 4  # as many as the persister has
 SIZES = (64 * MIB, 256 * MIB, 1024 * MIB)
 QUICK_SIZES = (32 * MIB,)
 _OBSTORE_CHUNK_BYTES = 8 * MIB
@@ -112,7 +112,10 @@ def _stepfast_store(azurite: Azurite, container: str, data: memoryview) -> Itera
     with closing(store), ThreadPoolExecutor(UPLOAD_THREADS) as executor:
 
         def write(name: str, what: memoryview = data) -> None:
-            upload = FileUpload(store, "job", f"step/{name}", name=name, rank=0, size_bytes=len(what))
+            size = len(what)
+            upload = FileUpload(
+                store, "job", f"step/{name}", name=name, rank=0, size_bytes=size, chunk_bytes=chunk_of(size)
+            )
             upload.put(0, what, executor)
             upload.finish()
 

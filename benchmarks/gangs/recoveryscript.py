@@ -1,4 +1,4 @@
-"""A small training script that says when it gets where. Started by `benchmarks.recovery`, by path, as users' are.
+"""A small training script that says when it gets where. Started by `benchmarks.gangs.recovery`, by path, as users' are.
 
 With `--plain` it knows nothing of Stepfast and ends after its first step: the limit of a recovery.
 """

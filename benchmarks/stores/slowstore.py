@@ -1,4 +1,4 @@
-"""Saves that come faster than the storage takes them: `python -m benchmarks.slowstore [--quick]`.
+"""Saves that come faster than the storage takes them: `python -m benchmarks.stores.slowstore [--quick]`.
 
 Stepfast saves to Azurite behind a link that lets so many bytes a second through. For peers that know disks alone, the
 disk is as slow as that, and Stepfast takes its turn on it with them.
@@ -16,15 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.azurite import AZURITE_VERSION, Azurite, running_azurite
-from benchmarks.cellprocess import Event
 from benchmarks.cells import WORK, Cell, Run, measuring, told
 from benchmarks.peers.blobpeers import new_container
 from benchmarks.peers.roster import ASYNCHRONOUS
 from benchmarks.peers.stepfastpeer import JOB
+from benchmarks.processes.cellprocess import Event
 from benchmarks.results import RESULTS, add_record
-from benchmarks.slowdisk import slow_disk, unlimited_reason
-from benchmarks.slowlink import slow_link
+from benchmarks.stores.azurite import AZURITE_VERSION, Azurite, running_azurite
+from benchmarks.stores.slowdisk import slow_disk, unlimited_reason
+from benchmarks.stores.slowlink import slow_link
 from benchmarks.workload import MIB, size_of, state_of
 
 from stepfast.catalog import committed_steps
@@ -34,9 +34,10 @@ from stepfast.nodeclient import NodeClient
 from stepfast.step import JobKey
 from stepfast.storage import open_store
 
-CELL = Cell(peer="stepfast_blob", layout="gpt:0.125", saves=24, interval_seconds=0.5, time_limit_seconds=300)
-QUICK_CELL = replace(CELL, layout="gpt:0.03", saves=6, time_limit_seconds=90)
-BYTES_PER_SECOND = 32 * MIB  # a 128 MiB state takes four seconds
+# A little faster than the store: each save finds the one before it on its way, and three slots are enough.
+CELL = Cell(peer="stepfast_blob", layout="gpt:1", saves=8, interval_seconds=7.0, time_limit_seconds=400)
+QUICK_CELL = replace(CELL, layout="gpt:0.03", saves=6, interval_seconds=0.5, time_limit_seconds=90)
+BYTES_PER_SECOND = 128 * MIB  # a GiB takes eight seconds
 QUICK_BYTES_PER_SECOND = 16 * MIB
 PEERS_ON_DISK = ("stepfast", *ASYNCHRONOUS)
 _FILES_KEPT = 6  # steps that a disk has room for, at least

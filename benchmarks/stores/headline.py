@@ -1,7 +1,7 @@
 """What a save to Blob Storage costs training: torch.save against Stepfast, to the same Azurite.
 
-`python -m benchmarks.headline [--quick]`. Azurite runs on the same processors as the training: what it takes of them
-while Stepfast persists counts as training time lost, as no real service's would.
+`python -m benchmarks.stores.headline [--quick]`. Azurite runs on the same processors as the training: what it takes
+of them while Stepfast persists counts as training time lost, as no real service's would.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.azurite import AZURITE_VERSION, Azurite, running_azurite
 from benchmarks.cells import Cell, Run, measuring, told
 from benchmarks.peers.blobpeers import new_container
 from benchmarks.peers.roster import ON_BLOB
-from benchmarks.procfs import processor_seconds
+from benchmarks.processes.procfs import processor_seconds
 from benchmarks.results import RESULTS
+from benchmarks.stores.azurite import AZURITE_VERSION, Azurite, running_azurite
 
 _CELL = Cell(peer="stepfast_blob", layout="gpt:0.25", saves=4, slots=2, time_limit_seconds=600)
 CELLS = (

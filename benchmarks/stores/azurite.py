@@ -91,7 +91,7 @@ def _port_of(lines: Iterator[str]) -> int | None:
 
 
 def _installed() -> Path:
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     cache = Path(os.environ.get("STEPFAST_CACHE_DIR") or root / ".venv") / f"azurite-{AZURITE_VERSION}"
     script = cache / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
     cache.parent.mkdir(parents=True, exist_ok=True)

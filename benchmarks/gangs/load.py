@@ -1,7 +1,8 @@
 """One agent with the ranks of several jobs, and a storage that hangs for one of them: do the others feel it?
 
-`python -m benchmarks.load [--quick]`. All jobs store in one Azurite, each in a container of its own, through one link;
-for phases of equal length the link takes what the first job sends and never answers, and serves it in those between.
+`python -m benchmarks.gangs.load [--quick]`. All jobs store in one Azurite, each in a container of its own, through one
+link; for phases of equal length the link takes what the first job sends and never answers, and serves it in those
+between.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.agentprocess import agent_command, is_answering
-from benchmarks.azurite import AZURITE_VERSION, running_azurite
-from benchmarks.cellprocess import Event, Outcome, Workplace
 from benchmarks.cells import WORK, launcher_of
+from benchmarks.processes.agentprocess import agent_command, is_answering
+from benchmarks.processes.cellprocess import Event, Outcome, Workplace
 from benchmarks.results import RESULTS, add_record
-from benchmarks.slowlink import SlowLink, slow_link
+from benchmarks.stores.azurite import AZURITE_VERSION, running_azurite
+from benchmarks.stores.slowlink import SlowLink, slow_link
 from benchmarks.workload import MIB
 
 from stepfast.storage.open import OPTIONS_VARIABLE
@@ -105,7 +106,9 @@ def _run_jobs(
         arguments += ["--interval-seconds", str(load.interval_seconds), "--seconds", str(load.seconds)]
         if f"job-{job}" != HUNG_JOB:
             arguments.append("--follow")
-        return workplace.run("loadrank", arguments, heard.events.append, launcher=_launcher(load.ranks))
+        return workplace.run(
+            "benchmarks.gangs.loadrank", arguments, heard.events.append, launcher=_launcher(load.ranks)
+        )
 
     phases = threading.Thread(target=_alternate, args=(load, link, containers[0], heard), daemon=True)
     phases.start()

@@ -1,0 +1,100 @@
+"""Copies of a storage's objects on a node: made once, and not for ever."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from stepfast.errors import ObjectNotFound
+from stepfast.layout import data_path, manifest_path
+from stepfast.storage import Store, open_store
+from stepfast_sidecar.copies import Copies
+
+FILE = data_path(5, "uid-1", "state", 0, 1)
+DATA = bytes(range(256)) * 1000
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    made = open_store(f"memory://copies/{request.node.name}")
+    made.replace(f"job/{FILE}", DATA)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make(store: Store, tmp_path: Path) -> Iterator[Callable[..., Copies]]:
+    made = []
+    with ThreadPoolExecutor(2) as threads:
+
+        def copies(**settings: float) -> Copies:
+            made.append(Copies(store, "job", threads, spool_folder=str(tmp_path), **settings))
+            return made[-1]
+
+        yield copies
+        for one in made:
+            one.close()
+    assert not _held_in(tmp_path)
+
+
+def _held_in(folder: Path) -> list[str]:
+    """The nameless files there that this process holds open."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            target = os.readlink(link)
+            found += [target] if target.startswith(str(folder)) else []
+    return found
+
+
+def test_file_is_copied_once_for_all_that_ask(make: Callable[..., Copies], store: Store) -> None:
+    copies = make()
+    copies.foresee(FILE)
+    store.delete(f"job/{FILE}")
+    with ThreadPoolExecutor(8) as ranks:
+        found = {one.result() for one in [ranks.submit(copies.open_path, FILE) for _ in range(16)]}
+    ((path, size),) = found
+    assert (Path(path).read_bytes(), size) == (DATA, len(DATA))
+
+
+def test_record_is_read_anew_each_time(make: Callable[..., Copies], store: Store) -> None:
+    copies = make()
+    for text in (b"one", b"another"):
+        store.replace(f"job/{manifest_path(5)}", text)
+        path, size = copies.open_path(manifest_path(5))
+        assert Path(path).read_bytes()[:size] == text
+
+
+@pytest.mark.parametrize(
+    ("is_asked_for", "seconds"),
+    [(False, {"foreseen_seconds": 0.1}), (True, {"asked_seconds": 0.1, "foreseen_seconds": 600.0})],
+    ids=["not asked for", "asked for"],
+)
+def test_copy_is_let_go_after_a_while(
+    make: Callable[..., Copies], tmp_path: Path, is_asked_for: bool, seconds: dict[str, float]
+) -> None:
+    copies = make(**seconds)
+    copies.foresee(FILE)
+    if is_asked_for:
+        copies.open_path(FILE)
+    deadline = time.monotonic() + 30
+    while _held_in(tmp_path):
+        assert time.monotonic() < deadline, "the copy is never let go"
+        threading.Event().wait(0.01)
+    assert copies.open_path(FILE)[1] == len(DATA)  # made again
+
+
+def test_copy_that_failed_is_tried_again(make: Callable[..., Copies], store: Store) -> None:
+    copies = make()
+    store.delete(f"job/{FILE}")
+    with pytest.raises(ObjectNotFound):
+        copies.foresee(FILE)
+    store.replace(f"job/{FILE}", DATA)
+    assert Path(copies.open_path(FILE)[0]).read_bytes() == DATA
