@@ -30,6 +30,7 @@ from stepfast_operator.record import Cause, CheckpointStatus, Status
 from testcluster.controlplane import KubernetesClient
 from testoperator.kubelet import READY, SILENT
 from testoperator.polling import until
+from testoperator.running import run_to_end
 from testoperator.world import API, Operation, World, connect, make_namespace, planned
 
 CHANGES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
@@ -61,7 +62,7 @@ def play(api: KubernetesClient, scenario: Callable[[World, Operation], Awaitable
         async with World.open(api.kubeconfig) as world:
             await asyncio.wait_for(scenario(world, await world.operate()), 120)
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 def launch_of(job: ClusterJob, attempt: int = 1) -> LaunchGang:

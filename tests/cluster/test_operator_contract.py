@@ -12,6 +12,7 @@ from stepfast_operator.backends.base import Backend
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.record import Status
 from testcluster.controlplane import KubernetesClient
+from testoperator.running import run_to_end
 from testoperator.world import Operation, World
 
 
@@ -56,4 +57,4 @@ def test_kubernetes_backend(operator_api: KubernetesClient, scenario: Scenario) 
             harness = ClusterHarness(world, await world.operate(), await world.make_job())
             await asyncio.wait_for(scenario(harness), DEADLINE_SECONDS)
 
-    asyncio.run(play())
+    run_to_end(play())

@@ -18,6 +18,7 @@ from stepfast_operator.record import State, Status
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testoperator.admission import WHY, Rule, denied
 from testoperator.polling import until
+from testoperator.running import run_to_end
 from testoperator.world import API, Operation, World, manifest
 
 NO_RESTARTS = {"maxRestarts": 0, "backoff": {"baseSeconds": 0}, "flushTimeoutSeconds": 0}
@@ -35,7 +36,7 @@ def play(api: KubernetesClient, scenario: Play) -> None:
             await operation.look_after()
             await asyncio.wait_for(scenario(world, operation), 90)
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 async def reaches(world: World, job: ClusterJob, state: State) -> Status:

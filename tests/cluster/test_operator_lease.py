@@ -14,6 +14,7 @@ from stepfast_operator import lease as module
 from stepfast_operator.lease import Lease, NotLeading
 from testcluster.controlplane import KubernetesClient
 from testoperator.polling import until
+from testoperator.running import run_to_end
 from testoperator.wire import Wire
 from testoperator.world import connect, make_namespace
 
@@ -51,7 +52,7 @@ def play(api: KubernetesClient, scenario: Callable[[Stage], Awaitable[None]]) ->
                 await far.close()
                 await kube.close()
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from testchart import chart
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testoperator.polling import until
 from testoperator.process import OperatorProcess, kubeconfig_of, operator_process
+from testoperator.running import run_to_end
 from testoperator.world import World, manifest
 
 RIGHTS = frozenset({"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"})
@@ -33,7 +34,7 @@ def play(api: KubernetesClient, scenario: Callable[[World], Awaitable[None]], *,
         async with World.open(api.kubeconfig) as world:
             await asyncio.wait_for(scenario(world), seconds)
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 async def reaches(world: World, job: ClusterJob, state: State) -> None:

@@ -27,6 +27,7 @@ from testcluster.claim import Claim
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testcluster.fixtures import loudly
 from testoperator.polling import until
+from testoperator.running import run_to_end
 from testoperator.wire import Wire
 from testoperator.world import API, World, connect, make_namespace
 
@@ -86,7 +87,7 @@ def play(api: KubernetesClient, scenario: Callable[[Place], Awaitable[None]]) ->
                 await seen.close()
                 await admin.close()
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 @asynccontextmanager
@@ -233,7 +234,7 @@ def test_every_watch_of_pods_nodes_and_reports_is_dropped_when_it_is_silent(
             await operation.close()
             await patient.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 100))
+    run_to_end(asyncio.wait_for(scenario(), 100))
 
 
 class Told(JobWatch):
@@ -281,7 +282,7 @@ def test_silent_watch_of_jobs_is_dropped_by_kopf_and_begun_again(
         async with Wire(url.hostname, url.port or 443).laid() as wire, World.open(operator_api.kubeconfig) as world:
             await asyncio.wait_for(scenario(world, wire), 100)
 
-    asyncio.run(run())
+    run_to_end(run())
 
 
 def kubeconfig_through(wire: Wire, api: KubernetesClient, folder: Path) -> Path:
