@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -12,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,10 +74,8 @@ def test_full_file_system_is_storage_full_and_leaves_nothing_behind(tmpfs: Calla
         store.create("step/x", b"n" * 2_000_000)
     with pytest.raises(StorageFull):
         store.replace("step/x", b"n" * 2_000_000)
-    upload = begin(store, "step/x", 2_000_000)
     with pytest.raises(StorageFull):
-        put_all(upload, pages(2_000_000))
-    upload.abort()
+        put_all(begin(store, "step/x", 2_000_000), pages(2_000_000))
     assert list((root / "step").iterdir()) == []
     assert store.create("step/x", b"small") is True
 
@@ -144,6 +144,30 @@ def test_direct_writes_that_are_refused_go_through_the_page_cache(
     upload.finish()
     assert upload.direct_bytes == 0
     assert (tmp_path / "x").read_bytes() == b"n" * (CHUNK_BYTES + 1)
+
+
+def test_room_on_the_disk_is_taken_before_the_first_byte(tmp_path: Path) -> None:
+    """So that threads write side by side, and a disk that is too full says so at once."""
+    upload = begin(LocalStore(tmp_path), "x", 2 * CHUNK_BYTES)
+    [temp] = tmp_path.iterdir()
+    assert temp.stat().st_blocks * 512 >= 2 * CHUNK_BYTES
+    upload.abort()
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL], ids=errno.errorcode.__getitem__)
+def test_file_systems_that_reserve_no_room_take_every_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refusing(*_: object) -> int:
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=refusing))
+    upload = begin(LocalStore(tmp_path), "x", CHUNK_BYTES + 4097)
+    monkeypatch.undo()
+    put_all(upload, pages(CHUNK_BYTES + 4097))
+    upload.finish()
+    assert (tmp_path / "x").read_bytes() == b"n" * (CHUNK_BYTES + 4097)
 
 
 def _is_direct(descriptor: int) -> bool:

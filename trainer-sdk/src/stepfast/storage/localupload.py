@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import threading
@@ -16,6 +17,7 @@ from stepfast.storage.faults import storage_error
 from stepfast.storage.localfile import remove_quietly, sync_folder, temp_path, write_at
 from stepfast.storage.retry import Attempt, Retry
 
+_NO_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 ALIGNMENT_BYTES = 4096  # enough for every file system that accepts O_DIRECT; memory pages have it by nature
 
 
@@ -27,7 +29,7 @@ class LocalUpload:
     def __init__(
         self, target: Path, path: str, size_bytes: int, *, chunk_bytes: int, retry: Retry, probe: Probe | None
     ) -> None:
-        """Begins the temporary file; its folder exists. Raises OSError."""
+        """Begins the temporary file, with its room on the disk; its folder exists. Raises OSError."""
         self.chunk_bytes = chunk_bytes
         self.direct_bytes = 0
         """Bytes that were written with O_DIRECT."""
@@ -45,8 +47,10 @@ class LocalUpload:
         try:
             os.truncate(self._buffered, size_bytes)  # writes that do not extend the file may run side by side
             self._direct = _open_direct(self._temp)
+            if self._direct is not None:
+                _reserve(self._direct, size_bytes)
         except BaseException:
-            os.close(self._buffered)
+            self._close()
             remove_quietly(self._temp)
             raise
 
@@ -162,3 +166,18 @@ def _open_direct(path: Path) -> int | None:
         if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return None
         raise
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Blocks for the whole file, where the file system can give them before they are written; raises OSError when it
+    has not so many. ext4 lets one thread at a time write past the page cache where a file has none yet.
+
+    Not posix_fallocate: where the file system cannot, the C library writes every block instead.
+    """
+    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if function is None or size_bytes == 0:
+        return
+    if function(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)) != 0:
+        code = ctypes.get_errno()
+        if code not in _NO_RESERVE:
+            raise OSError(code, os.strerror(code))
