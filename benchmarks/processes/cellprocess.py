@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,7 @@ _MARK = "STEPFAST_BENCH_CELL"
 _HELPER_START_SECONDS = 60.0
 _TRACKER_SECONDS = 5.0
 _ERROR_CHARACTERS = 400
+_ERROR = re.compile(r"\w(Error|Exception): ")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,10 +129,11 @@ class Workplace:
 
         def listen() -> None:
             assert child.stdout is not None
-            for line in child.stdout:
-                event: Event = json.loads(line)
-                outcome.events.append(event)
-                on_event({**event, "pid": child.pid})
+            with child.stdout as told:
+                for line in told:
+                    event: Event = json.loads(line)
+                    outcome.events.append(event)
+                    on_event({**event, "pid": child.pid})
 
         # What a killed child leaves behind may hold the pipe open for ever: the child's own end is what counts.
         listener = threading.Thread(target=listen, name="listen", daemon=True)
@@ -169,5 +172,7 @@ class Workplace:
 
 
 def _last_words(log: Path) -> str:
+    """The last lines that name an error, else the last lines: what a peer started may go on talking."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return " | ".join(lines[-3:])[-_ERROR_CHARACTERS:]
+    errors = [line for line in lines if _ERROR.search(line)]
+    return " | ".join((errors or lines)[-3:])[-_ERROR_CHARACTERS:]
