@@ -153,12 +153,13 @@ def measure_saves(run: Run) -> None:
 @measuring("back_to_back")
 def measure_back_to_back(run: Run) -> None:
     """Stall of saves that come while the ones before them are still being persisted."""
-    outcome = run.train("back-to-back")
+    outcome, counts = train_counted(run)
     saves = outcome.told("save")
     run.add(
         "back_to_back",
         interval_seconds=run.cell.interval_seconds,
         skipped=sum(not save["is_saved"] for save in saves),
+        dropped=counts.get("dropped"),
         blocked=_blocked(saves),
         **told(outcome),
     )
@@ -240,6 +241,16 @@ def measure_corruption(run: Run) -> None:
     )  # fmt: skip
 
 
+def train_counted(run: Run) -> tuple[Outcome, dict[str, int]]:
+    """Saves that nobody waits for, and what the peer's helper counted of them."""
+
+    def hear(event: Event) -> None:
+        if event["event"] == "save":
+            run.peer.counts()
+
+    return run.train("back-to-back", on_event=hear), run.peer.counts()
+
+
 class OtherWork:
     """How many processors the rest of the machine used during each save, from its begin to its persistence."""
 
@@ -291,7 +302,7 @@ def _refusal(outcome: Outcome) -> str:
 
 
 def _blocked(saves: Sequence[Event]) -> int:
-    """Saves that seem to have waited for the one before them: busy, with more than twice the stall of the quickest."""
+    """Busy saves with more than twice the stall of the quickest one: most likely they waited for the one before."""
     made = [save for save in saves if save["is_saved"]]
     quickest = min((save["stall_seconds"] for save in made), default=0.0)
     return sum(save["is_busy"] and save["stall_seconds"] > 2 * quickest for save in made)

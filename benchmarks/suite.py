@@ -121,7 +121,7 @@ CORE = replace(
     ],
     kill=replace(FULL.kill, others=_STRONGEST),
     corruption=replace(FULL.corruption, others=_AT_RESTORING),
-    gang_ways=("stepfast", "torch_save", "dcp_async_process"),
+    gang_ways=("stepfast", "torch_save", "dcp_save"),
     repeats=2,
     blob_sizes=blob.SIZES[:2],
     headline_rounds=1,

@@ -4,7 +4,9 @@ tensor is of. Needs torch; every process of a benchmark builds the same state.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -79,10 +81,19 @@ def size_of(state: State) -> int:
 
 def stamp(state: State, value: float) -> None:
     """Writes the value into the first, a middle and the last element of every tensor, as a training step would."""
-    with torch.no_grad():
-        for _, tensor in tensors_of(state):
-            flat = tensor.view(-1)
-            flat[0] = flat[flat.numel() // 2] = flat[-1] = value
+    for _ in stamps(state, value, sys.maxsize):
+        pass
+
+
+def stamps(state: State, value: float, at_once: int) -> Iterator[None]:
+    """The same, so many tensors each time that the next item is asked for."""
+    tensors = (tensor for _, tensor in tensors_of(state))
+    while batch := list(islice(tensors, at_once)):
+        with torch.no_grad():
+            for tensor in batch:
+                flat = tensor.view(-1)
+                flat[0] = flat[flat.numel() // 2] = flat[-1] = value
+        yield
 
 
 def fill(state: State, value: float) -> None:

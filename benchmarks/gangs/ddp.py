@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import WORK, launcher_of
-from benchmarks.processes.agentprocess import agent_command, is_answering
+from benchmarks.processes.agentprocess import agent_command, is_answering, memory_limit
 from benchmarks.processes.cellprocess import Workplace
 from benchmarks.results import RESULTS, add_record
-from benchmarks.workload import MIB, size_of, state_of
+from benchmarks.workload import size_of, state_of
 
 WAYS = ("stepfast", "torch_save", "dcp_save", "dcp_async_process")
 _SLOTS = 3
@@ -49,7 +49,7 @@ def measure_gang(
 
 def _start_agent(workplace: Workplace, size_bytes: int, ranks: int) -> None:
     socket, memory = workplace.folder / "agent.sock", Path("/dev/shm") / f"stepfast-{workplace.key}"
-    limit = _SLOTS * (size_bytes + size_bytes // 20 + ranks * 16 * MIB)
+    limit = memory_limit(-(-size_bytes // ranks), slots=_SLOTS, ranks=ranks)
     workplace.add_environment(
         {"STEPFAST_SOCKET": str(socket), "STEPFAST_JOB": "bench/ddp", "STEPFAST_RUN": f"{workplace.key}-1"}
     )

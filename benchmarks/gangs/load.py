@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import WORK, launcher_of
-from benchmarks.processes.agentprocess import agent_command, is_answering
+from benchmarks.processes.agentprocess import agent_command, is_answering, memory_limit
 from benchmarks.processes.cellprocess import Event, Outcome, Workplace
 from benchmarks.results import RESULTS, add_record
 from benchmarks.stores.azurite import AZURITE_VERSION, running_azurite
@@ -97,7 +97,7 @@ def _run_jobs(
     load: Load, workplace: Workplace, containers: Sequence[str], link: SlowLink, heard: _Heard
 ) -> list[Outcome]:
     socket, memory = workplace.folder / "agent.sock", Path("/dev/shm") / f"stepfast-{workplace.key}"
-    limit = load.jobs * load.ranks * _SLOTS * (load.size_mib + 8) * MIB
+    limit = memory_limit(load.size_mib * MIB, slots=_SLOTS, ranks=load.jobs * load.ranks)
     workplace.start_helper(agent_command(socket, memory, limit), lambda: is_answering(socket))
 
     def run(job: int) -> Outcome:
@@ -139,11 +139,13 @@ def _alternate(load: Load, link: SlowLink, container: str, heard: _Heard) -> Non
 
 
 def _samples(heard: _Heard, load: Load) -> dict[str, Any]:
+    """Of the jobs that do not hang; `lost_saves`: those of them that were skipped, or never committed."""
     committed = {(event["job"], event["step"]): event["seconds"] for event in heard.events
                  if event["event"] == "committed"}  # fmt: skip
     stalls: dict[str, list[float]] = {HEALTHY: [], HANGING: []}
     persists: dict[str, list[float]] = {HEALTHY: [], HANGING: []}
     hung: dict[str, list[float]] = {HEALTHY: [], HANGING: []}
+    lost = {HEALTHY: 0, HANGING: 0}
     for event in heard.events:
         phase = heard.phase_of(event["time"], load) if event["event"] == "save" else None
         if phase is None:
@@ -151,10 +153,15 @@ def _samples(heard: _Heard, load: Load) -> dict[str, Any]:
         if event["job"] == HUNG_JOB:
             hung[phase].append(event["stall_seconds"])
             continue
+        if not event["is_saved"]:
+            lost[phase] += 1
+            continue
         stalls[phase].append(event["stall_seconds"])
-        if event.get("rank", 0) == 0 and (seconds := committed.get((event["job"], event["step"]))) is not None:
-            persists[phase].append(seconds)
-    return {"stall_seconds": stalls, "persist_seconds": persists, "hung_job_stall_seconds": hung}
+        if event.get("rank", 0) == 0:
+            seconds = committed.get((event["job"], event["step"]))
+            lost[phase] += seconds is None
+            persists[phase] += [seconds] if seconds is not None else []
+    return {"stall_seconds": stalls, "persist_seconds": persists, "lost_saves": lost, "hung_job_stall_seconds": hung}
 
 
 def main() -> None:

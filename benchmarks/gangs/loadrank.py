@@ -19,6 +19,7 @@ from stepfast.errors import StepfastError
 from stepfast.torch import Checkpointer, Saved, every
 
 _STEP_SECONDS = 0.05
+_COMMIT_SECONDS = 60.0  # how long, at the end, the last saves' commits are waited for
 
 
 def main() -> None:
@@ -36,6 +37,7 @@ def main() -> None:
     checkpointer.restore()
     teller.tell("begins", job=arguments.job)
     begin, step = time.time(), 0
+    followers: list[threading.Thread] = []
     while step * _STEP_SECONDS < arguments.seconds:  # a number that all ranks agree on
         step += 1
         time.sleep(max(0.0, begin + step * _STEP_SECONDS - time.time()))
@@ -49,7 +51,12 @@ def main() -> None:
                 staging_seconds=saved.stall_seconds,
             )  # fmt: skip
             if arguments.follow and int(os.environ["RANK"]) == 0 and saved.saved:
-                threading.Thread(target=_follow, args=(saved, begun, arguments.job, teller), daemon=True).start()
+                follower = threading.Thread(target=_follow, args=(saved, begun, arguments.job, teller), daemon=True)
+                follower.start()
+                followers.append(follower)
+    deadline = time.monotonic() + _COMMIT_SECONDS
+    for follower in followers:
+        follower.join(max(0.0, deadline - time.monotonic()))
     teller.tell("ends", job=arguments.job)
     os._exit(0)
 
@@ -58,7 +65,7 @@ def _follow(saved: Saved, begun: float, job: str, teller: Teller) -> None:
     try:
         saved.wait()
     except StepfastError:
-        return  # skipped, or given up for a newer one: it has no time to tell
+        return  # it was not committed: whoever counts the saves misses it
     teller.tell("committed", job=job, step=saved.step, seconds=time.time() - begun)
 
 

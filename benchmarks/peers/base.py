@@ -80,6 +80,12 @@ class Peer(Protocol):
     def is_helper_ready(self) -> bool:
         return True
 
+    def counts(self) -> dict[str, int]:
+        """What the helper says of the saves so far, if one can be asked: those `skipped`, `dropped` (given up for newer
+        ones before they were persisted) and `waited` for. Called after each save.
+        """
+        return {}
+
     def clear_memory(self) -> None:
         """Empties the memory tier while no helper runs: what is restored after it comes from disk."""
 
@@ -130,6 +136,9 @@ class Peer(Protocol):
     def restore(self, tier: Tier, step: int, state: State) -> None:
         """Fills the caller's own tensors. Raises StepMissing, or what the peer raises."""
         raise NotImplementedError
+
+    def check_restored(self, tier: Tier) -> None:
+        """After `restore`, and not timed: raises StepMissing when the step came from another tier."""
 
 
 def copy_into(state: State, restored: State) -> None:

@@ -9,16 +9,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.peers.base import Peer, StepMissing, Tier
-from benchmarks.processes.agentprocess import agent_command, is_answering
-from benchmarks.workload import MIB, State
+from benchmarks.peers.base import Peer, Site, StepMissing, Tier
+from benchmarks.processes.agentprocess import agent_command, is_answering, memory_limit, wait_for_slots
+from benchmarks.workload import State
 
+from stepfast.errors import AgentUnavailable
 from stepfast.nodeclient import NodeClient
 from stepfast.nodestatus import NodeStatus
 from stepfast.torch import Checkpointer, Saved, every
 
 JOB = "bench/peers"
-_SLOTS_WAIT_SECONDS = 60.0
+_TOLD_SECONDS = 10.0
 
 
 class Stepfast(Peer):
@@ -27,18 +28,36 @@ class Stepfast(Peer):
     title = "Stepfast"
     tiers = ("memory", "disk")
 
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self._waits: set[float] = set()
+        self._counts: dict[str, int] = {}
+
     def environment(self) -> dict[str, str]:
         return {
-            "STEPFAST_SOCKET": str(self.site.folder / "agent.sock"),
+            "STEPFAST_SOCKET": str(self._socket),
             "STEPFAST_JOB": JOB,
-            "STEPFAST_SETTINGS": '{"maxToKeep": 2}',
+            # Every save is to be persisted, as the other peers' are, however soon it comes after the one before.
+            "STEPFAST_SETTINGS": '{"maxToKeep": 2, "persistIntervalSeconds": 0}',
         }
 
     def helper_command(self) -> Sequence[str]:
-        return agent_command(self.site.folder / "agent.sock", self._memory, self._memory_limit)
+        site = self.site
+        limit = memory_limit(site.size_bytes, slots=site.slots, ranks=site.ranks)
+        return agent_command(self._socket, self._memory, limit)
 
     def is_helper_ready(self) -> bool:
-        return is_answering(self.site.folder / "agent.sock")
+        return is_answering(self._socket)
+
+    def counts(self) -> dict[str, int]:
+        try:
+            jobs = NodeClient(str(self._socket)).status().jobs
+        except AgentUnavailable:
+            return self._counts
+        for job in jobs:
+            self._waits |= {rank.waited_time for rank in job.ranks if rank.waited_time is not None}
+            self._counts = {"skipped": job.saves.skipped, "dropped": job.saves.dropped, "waited": len(self._waits)}
+        return self._counts
 
     def clear_memory(self) -> None:
         shutil.rmtree(self._memory, ignore_errors=True)
@@ -51,9 +70,8 @@ class Stepfast(Peer):
         return Path("/dev/shm") / f"stepfast-{self.site.key}"
 
     @property
-    def _memory_limit(self) -> int:
-        """The agent's own records and each tensor's place in the file take a little beside the tensors."""
-        return self.site.ranks * self.site.slots * (self.site.size_bytes + self.site.size_bytes // 50 + 8 * MIB)
+    def _socket(self) -> Path:
+        return self.site.folder / "agent.sock"
 
     def set_up(self, state: State) -> None:
         self._checkpointer = self._open(state)
@@ -63,16 +81,8 @@ class Stepfast(Peer):
         self._followed: set[int] = set()
         self._checkpointer.restore()
         self._checkpointer.step(0)  # tells the agent the size: slots are made while training begins
-        self._await_slots()
-
-    def _await_slots(self) -> None:
-        client, deadline = NodeClient(os.environ["STEPFAST_SOCKET"]), time.monotonic() + _SLOTS_WAIT_SECONDS
-        expected = self.site.ranks * self.site.slots * self.site.size_bytes
-        while time.monotonic() < deadline:
-            if client.status().memory_used_bytes >= expected:
-                return
-            time.sleep(0.05)
-        raise TimeoutError(f"the agent made no {self.site.slots} slots in {_SLOTS_WAIT_SECONDS:.0f} s")
+        site = self.site
+        wait_for_slots(NodeClient(str(self._socket)), site.ranks * site.slots * site.size_bytes)
 
     def save(self, step: int) -> bool:
         self._saved = self._checkpointer.save(step)
@@ -90,7 +100,7 @@ class Stepfast(Peer):
     def is_persisted(self, step: int) -> bool:
         if not self._is_watching and step not in self._followed:
             self._is_watching = True
-            NodeClient(os.environ["STEPFAST_SOCKET"]).watch(self._take)
+            NodeClient(str(self._socket)).watch(self._take)
         return step <= self._persisted
 
     def _take(self, status: NodeStatus) -> None:
@@ -113,6 +123,18 @@ class Stepfast(Peer):
         restored = checkpointer.restore()
         if restored != step and checkpointer.restore(step) != step:
             raise StepMissing(f"step {restored} was restored")
+
+    def check_restored(self, tier: Tier) -> None:
+        wanted, deadline = "Memory" if tier == "memory" else "Persistent", time.monotonic() + _TOLD_SECONDS
+        while (told := self._told_tier()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if told != wanted:
+            raise StepMissing(f"the step was restored from {told}, and not from {wanted}")
+
+    def _told_tier(self) -> str | None:
+        """Where this process's restore came from, as it has told the agent."""
+        jobs = NodeClient(str(self._socket)).status().jobs
+        return next((rank.restored_tier for job in jobs if job.run == self._run for rank in job.ranks), None)
 
     def _open(self, state: State) -> Checkpointer:
         os.environ["STEPFAST_RUN"] = self._run

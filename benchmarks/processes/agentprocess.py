@@ -12,8 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.workload import MIB
+
 from stepfast.errors import AgentUnavailable
 from stepfast.nodeclient import NodeClient
+
+_PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +29,27 @@ class Agent:
     process: subprocess.Popen[bytes]
 
     def wait_for_slots(self, size_bytes: int) -> None:
-        """Until so many bytes of slots were made."""
-        client = NodeClient(self.socket)
-        while client.status().memory_used_bytes < size_bytes:
-            time.sleep(0.05)
+        """Until so many bytes of slots were made. Raises TimeoutError."""
+        wait_for_slots(NodeClient(self.socket), size_bytes)
 
     def kill(self) -> None:
         """SIGKILL; what it held stays in its memory folder."""
         self.process.kill()
         self.process.wait()
+
+
+def wait_for_slots(client: NodeClient, size_bytes: int) -> None:
+    """Until the agent has made slots of so many bytes. Raises TimeoutError."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while client.status().memory_used_bytes < size_bytes:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the agent made no slots of {size_bytes} bytes in {_PATIENCE_SECONDS:.0f} s")
+        time.sleep(0.05)
+
+
+def memory_limit(size_bytes: int, *, slots: int, ranks: int = 1) -> int:
+    """Room for so many slots of each rank's state: its file has a header, and each tensor its place, beside it."""
+    return ranks * slots * (size_bytes + size_bytes // 50 + 8 * MIB)
 
 
 def agent_command(socket: Path, memory: Path, limit_bytes: int, *more: str) -> list[str]:
@@ -54,11 +70,16 @@ def is_answering(socket: Path) -> bool:
 
 
 def start_agent(socket: Path, memory: Path, limit_bytes: int, *more: str) -> Agent:
-    """Starts an agent and waits until it answers. Raises AgentUnavailable when it ends instead."""
+    """Starts an agent and waits until it answers. Raises AgentUnavailable when it ends instead, or never does."""
     process = subprocess.Popen(agent_command(socket, memory, limit_bytes, *more))
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while not is_answering(socket):
         if process.poll() is not None:
             raise AgentUnavailable(f"the agent at {socket} ended with status {process.returncode}")
+        if time.monotonic() > deadline:
+            process.kill()
+            process.wait()
+            raise AgentUnavailable(f"the agent at {socket} did not answer in {_PATIENCE_SECONDS:.0f} s")
         time.sleep(0.02)
     return Agent(socket=str(socket), memory=memory, process=process)
 

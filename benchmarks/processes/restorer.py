@@ -42,11 +42,12 @@ def main() -> None:
     begin = time.perf_counter()
     try:
         peer.restore(tier, arguments.step, state)
+        seconds = time.perf_counter() - begin
+        peer.check_restored(tier)
     except BaseException as error:  # noqa: BLE001 - whatever a peer raises is measured; DCP raises no Exception
         words = [line.strip() for line in str(error).splitlines() if line.strip()]
         teller.tell("refused", error=f"{type(error).__name__}: {words[-1] if words else ''}"[:_ERROR_CHARACTERS])
         os._exit(0)
-    seconds = time.perf_counter() - begin
     if any(tensor.data_ptr() != owners[name] for name, tensor in tensors_of(state)):
         raise AssertionError("a tensor is no longer the caller's own")
     teller.tell("restored", seconds=seconds, prepare_seconds=prepared, **_judge(state, arguments))
@@ -59,14 +60,18 @@ def _limits(peer: Peer, step: int, state: State, tier: str) -> dict[str, Any]:
         limit.copy()
         seconds = repeated(limit.read_back, _LIMIT_TIMES)
         limit.close()
-        return {"limit": "preadv of warm shared memory", "limit_seconds": seconds}
+        return {"limit": "one thread's preadv of warm shared memory", "limit_seconds": seconds}
     files = peer.files(step)
     size = sum(path.stat().st_size for path in files)
     if tier == "disk-cold":
-        return {"limit": "cold read of the same files", "limit_seconds": [cold_read(files)], "file_bytes": size}
+        return {
+            "limit": "one thread's cold read of the same files",
+            "limit_seconds": [cold_read(files)],
+            "file_bytes": size,
+        }
     read_files(files)  # so that they are warm: who writes past the page cache leaves nothing there
     seconds = repeated(lambda: read_files(files), _LIMIT_TIMES)
-    return {"limit": "warm read of the same files", "limit_seconds": seconds, "file_bytes": size}
+    return {"limit": "one thread's warm read of the same files", "limit_seconds": seconds, "file_bytes": size}
 
 
 def _judge(state: State, arguments: Any) -> dict[str, Any]:

@@ -10,7 +10,16 @@ from benchmarks.report import headlines
 from benchmarks.report.layouts import title_of
 from benchmarks.report.peers import LIMIT, layouts_seen
 from benchmarks.report.plan import Expected
-from benchmarks.report.samples import middle, middle_of, restore_of, saves_of, stall_of, steady_persist, steady_saves
+from benchmarks.report.samples import (
+    lost_of,
+    middle,
+    middle_of,
+    restore_of,
+    saves_of,
+    stall_of,
+    steady_persist,
+    steady_saves,
+)
 from benchmarks.report.selection import Measurements
 from benchmarks.results import Record
 
@@ -107,7 +116,7 @@ def _stall(records: Sequence[Record]) -> float | None:
 
 
 def _lost(records: Sequence[Record]) -> float | None:
-    return middle_of(steady_saves(records), "lost_seconds")
+    return middle_of(lost_of(steady_saves(records)), "lost_seconds")
 
 
 def _rate(records: Sequence[Record]) -> float | None:

@@ -1,7 +1,8 @@
 """One agent with several jobs, while the storage of one hangs: what the others feel. Pure; seconds.
 
 A `load` record holds by measure (`stall_seconds`, `persist_seconds`: of the other jobs; `hung_job_stall_seconds`) and
-by phase (`healthy`, `hanging`) the samples.
+by phase (`healthy`, `hanging`) the samples; `lost_saves`, by phase, how many of the other jobs' were skipped or never
+committed.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ def judge(found: Measurements, *, measure: str, bound: float) -> Verdict | None:
     if not before or after is None:
         return None
     change = after / before - 1
+    lost = sum(sum(one["lost_saves"].values()) for one in records)
     return Verdict(
-        is_reached=change <= bound,
+        is_reached=change <= bound and lost == 0,
         limit=f"while none hangs {seconds(before)} (n={len(healthy)})",
-        measured=f"{_signed(change)} ({seconds(after)}, n={len(hanging)})",
+        measured=f"{_signed(change)} ({seconds(after)}, n={len(hanging)}); {lost} saves skipped or never committed",
     )
 
 

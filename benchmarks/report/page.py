@@ -61,15 +61,16 @@ def page_of(found: Measurements, expected: Expected, charts: Mapping[str, Chart]
 
 _READING = (
     "Medians. In brackets: the ratio to the limit beside it: of a stall, the plain copy of the same tensors into warm "
-    "shared memory, just before the save; of a restore from memory, a preadv of the same bytes; of one from disk, a "
-    "read of the same files. 'Steady' leaves out each process's first save. 'Lost' is the training time that a save "
-    "costs in all: the stall, and what training is slowed down by until the step is persisted; 'persist' is the time "
+    "shared memory, just before the save; of a restore from memory, a preadv of the same bytes by one thread; of one "
+    "from disk, such a read of the same files. 'Steady' leaves out each process's first save. 'Lost' is the training "
+    "time that a save costs in all: the stall, and what training is slowed down by until the step is persisted, where "
+    "it was not before training went on; 'persist' is the time "
     "from the return of save() until the step is persisted, with the while in which the trainer overwrites its stamps "
     "and nobody trains (`persist_after_return_seconds + stamping_seconds`; for peers that persist before they return, "
     "it is their save()), in every table, plot and goal; 'worst step' is the longest training step meanwhile. 'Memory' "
     "is what is taken beside the state, shared and private, in every process; it is measured for one size. When a step "
-    "is persisted is the peer's own word: torch.save without fsync, and safetensors, give it once the page cache has "
-    "all. The best of each column is bold; — means that there is no such thing to measure."
+    "is persisted is the peer's own word: torch.save without fsync, safetensors, torchsnapshot and DLRover give it "
+    "once the page cache has all. The best of each column is bold; — means that there is no such thing to measure."
 )
 _KILL = "SIGKILL as soon as save() has returned. Which tier gives that very step to a new process?"
 _FLIP = "One bit of one byte of the largest file of a persisted step is changed, and the step is restored."
@@ -78,9 +79,9 @@ _GANG = (
     "medians without the first save. Shares and bytes are those of the newest step's files."
 )
 _SLOW = (
-    "The storage takes less than the saves bring, so most of them come while the one before is still being persisted. "
-    "Medians of these; in brackets, the ratio to the plain copy. What was skipped, dropped or waited for, the agent "
-    "says, where there is one to ask."
+    "The storage takes less than the saves bring, so most of them come while the one before is still being persisted; "
+    "whoever is content with the page cache is never busy here. Medians of the busy ones; in brackets, the ratio to "
+    "the plain copy. What was skipped, dropped or waited for, the agent says, where there is one to ask."
 )
 _UPLOADS = (
     "Medians. `stepfast_store` is the upload as the agent's persister does it, `stepfast_agent` all from save() to the "
@@ -104,7 +105,7 @@ _RECOVERY = (
 def _machine(found: Measurements) -> list[str]:
     lines = ["`make bench` measures all of this again and writes this page.", ""]
     for machine in found.machines:
-        words = ", ".join(str(machine[name]) for name in ("processor", "memory") if machine.get(name))
+        words = ", ".join(str(machine[name]) for name in ("processor", "memory", "open_files") if machine.get(name))
         quick = "; a quick run: it shows that everything works, not how fast" if machine.get("is_quick") else ""
         core = "; the main cells alone (`make bench-core`)" if machine.get("is_core") else ""
         versions = f"Linux {machine.get('kernel', '?')}, torch {machine.get('torch', '?')}"
@@ -113,9 +114,10 @@ def _machine(found: Measurements) -> list[str]:
         lines.append("Which machine it was is not recorded.")
     lines += [
         "",
-        "Every ratio is to a limit that was measured in the same process, right beside the save or the restore: what "
-        "the machine did at that moment is in both. Numbers are medians; all samples are in the results file "
-        "(`.stepfast/bench/results.jsonl`). For each cell (one peer, one layout, one question) the newest run counts, "
+        "Ratios of stalls, restores and writes to disk are to a limit that was measured in the same process, right "
+        "beside them: what the machine did at that moment is in both. Uploads, jobs and recoveries are held against "
+        "others of the same run. Numbers are medians; all samples are in that run's results file, which is not kept "
+        "here. For each cell (one peer, one layout, one question) the newest run counts, "
         "and samples of the same run are pooled. What failed or was not measured says so.",
     ]
     return lines

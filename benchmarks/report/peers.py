@@ -13,6 +13,7 @@ from benchmarks.report.plan import Expected
 from benchmarks.report.samples import (
     Figure,
     first_saves,
+    lost_of,
     middle_of,
     restore_of,
     saves_of,
@@ -97,7 +98,7 @@ def _row(found: Measurements, expected: Expected, notes: Notes, peer: str, layou
         read(_steady, kind="save"),
         *(
             read(column, kind="save") if persists else (None, markdown.NONE)
-            for column in (_persist, partial(_saves, "lost_seconds"), partial(_saves, "worst_step_seconds"))
+            for column in (_persist, _lost, _worst_step)
         ),
         read(_memory, kind="memory"),
         *(read(_restore, kind="restore", tier=tier) for tier in ("memory", "disk-warm", "disk-cold")),
@@ -126,11 +127,14 @@ def _persist(records: Sequence[Record]) -> Value | None:
     return None if value is None else (value, number(value))
 
 
-def _saves(column: str, records: Sequence[Record]) -> Value | None:
-    value = middle_of(steady_saves(records), column)
-    if value is None:
-        return None
-    return value, number(value * 1000) if column.startswith("worst") else number(value)
+def _lost(records: Sequence[Record]) -> Value | None:
+    value = middle_of(lost_of(steady_saves(records)), "lost_seconds")
+    return None if value is None else (value, number(value))
+
+
+def _worst_step(records: Sequence[Record]) -> Value | None:
+    value = middle_of(steady_saves(records), "worst_step_seconds")
+    return None if value is None else (value, number(value * 1000))
 
 
 def _memory(records: Sequence[Record]) -> Value | None:
@@ -166,8 +170,8 @@ def back_to_back_table(found: Measurements, expected: Expected, layout: str) -> 
     ordered = sorted(peers, key=lambda peer: (peer != "stepfast", peer))
     for peer in ordered:
         read = partial(cell, found, expected, notes, kind="back_to_back", peer=peer, layout=layout)
-        rows.append([read(column) for column in (_all, _busy, _skipped, _blocked)])
-    header = ("peer", "stall, s", "stall while busy, s", "skipped", "waited for the one before")
+        rows.append([read(column) for column in (_all, _busy, _skipped, _dropped, _blocked)])
+    header = ("peer", "stall, s", "stall while busy, s", "skipped", "given up for newer ones", "over 2 × the quickest")
     return [*markdown.table(header, _with_best(ordered, rows, names)), *notes.lines()]
 
 
@@ -181,6 +185,11 @@ def _busy(records: Sequence[Record]) -> Value | None:
 
 def _skipped(records: Sequence[Record]) -> Value | None:
     return None, f"{sum(one['skipped'] for one in records)} of {sum(len(one['saves']) for one in records)}"
+
+
+def _dropped(records: Sequence[Record]) -> Value | None:
+    known = [one["dropped"] for one in records if one.get("dropped") is not None]
+    return None, str(sum(known)) if known else markdown.NONE
 
 
 def _blocked(records: Sequence[Record]) -> Value | None:

@@ -98,6 +98,23 @@ def figure(pairs: Iterable[tuple[float, float | None]]) -> Figure | None:
     )
 
 
+def lost_of(saves: Iterable[Save]) -> list[Save]:
+    """Those that tell what they cost training: where the step was persisted before a training step was made, nobody
+    could lose anything.
+    """
+    return [save for save in saves if save.get("steps_while_persisting", 1)]
+
+
+def planning_of(records: Iterable[Record]) -> float | None:
+    """The median time that the slowest rank of a gang plans, of all saves but the first of each process."""
+    known = [
+        [value for value in save.get("planning_seconds") or [] if value is not None]
+        for record in records
+        for save in (record.get("saves") or [])[1:]
+    ]
+    return middle([max(values) for values in known if values])
+
+
 def middle(values: Sequence[float]) -> float | None:
     """The median, where there is one."""
     return median(values) if values else None

@@ -8,7 +8,7 @@ from benchmarks.report import blobs, markdown
 from benchmarks.report.markdown import number, ratio, share, size
 from benchmarks.report.peers import Notes
 from benchmarks.report.plan import Expected
-from benchmarks.report.samples import Save, figure, is_asynchronous, middle
+from benchmarks.report.samples import Save, figure, is_asynchronous, middle, planning_of
 from benchmarks.report.selection import Measurements, is_failed, reason_of, told
 from benchmarks.results import Record
 
@@ -111,8 +111,7 @@ def _gang(records: Sequence[Record]) -> list[str]:
     saves = [save for one in records for save in one["saves"][1:]]
     stall = figure((max(save["stall_seconds"]), max(save["plain_seconds"])) for save in saves)
     persist = middle([max(_persists(save, records[-1]["peer"])) for save in saves])
-    planned = [[value for value in save.get("planning_seconds") or [] if value is not None] for save in saves]
-    planning = middle([max(values) for values in planned if values])
+    planning = planning_of(records)
     one = records[-1]
     shares = one.get("bytes_by_rank")
     written = one.get("written_bytes")

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from benchmarks.peers.install import FOLDER, install, missing_reason
-from benchmarks.processes.agentprocess import running_agent
+from benchmarks.processes.agentprocess import memory_limit, running_agent
 from benchmarks.processes.procfs import families, processor_seconds
 from benchmarks.results import RESULTS, add_record
 from benchmarks.stores.azurite import ACCOUNT, AZURITE_VERSION, KEY, Azurite, running_azurite
@@ -130,7 +130,7 @@ def _stepfast_agent(azurite: Azurite, container: str, data: memoryview, folder: 
     os.environ[OPTIONS_VARIABLE] = json.dumps({"connection_string": azurite.connection_string()})
     state = {"bytes": torch.frombuffer(data, dtype=torch.uint8)}
     step = 0
-    with running_agent(folder, _SLOTS * (len(data) + 16 * MIB)) as agent:
+    with running_agent(folder, memory_limit(len(data), slots=_SLOTS)) as agent:
         environment = read_environment(
             {
                 "STEPFAST_JOB": "bench/blob",

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import WORK, Cell, Run, measuring, told
+from benchmarks.cells import WORK, Cell, Run, measuring, told, train_counted
 from benchmarks.peers.blobpeers import new_container
 from benchmarks.peers.roster import ASYNCHRONOUS
-from benchmarks.peers.stepfastpeer import JOB
-from benchmarks.processes.cellprocess import Event
+from benchmarks.peers.stepfastpeer import JOB, Stepfast
+from benchmarks.processes.cellprocess import Outcome
 from benchmarks.results import RESULTS, add_record
 from benchmarks.stores.azurite import AZURITE_VERSION, Azurite, running_azurite
 from benchmarks.stores.slowdisk import slow_disk, unlimited_reason
@@ -28,11 +28,9 @@ from benchmarks.stores.slowlink import slow_link
 from benchmarks.workload import MIB, size_of, state_of
 
 from stepfast.catalog import committed_steps
-from stepfast.errors import AgentUnavailable
 from stepfast.layout import HISTORIES, job_folder, join
-from stepfast.nodeclient import NodeClient
 from stepfast.step import JobKey
-from stepfast.storage import open_store
+from stepfast.storage import Store, open_store
 
 # A little faster than the store: each save finds the one before it on its way, and three slots are enough.
 CELL = Cell(peer="stepfast_blob", layout="gpt:1", saves=8, interval_seconds=7.0, time_limit_seconds=400)
@@ -40,7 +38,7 @@ QUICK_CELL = replace(CELL, layout="gpt:0.03", saves=6, interval_seconds=0.5, tim
 BYTES_PER_SECOND = 128 * MIB  # a GiB takes eight seconds
 QUICK_BYTES_PER_SECOND = 16 * MIB
 PEERS_ON_DISK = ("stepfast", *ASYNCHRONOUS)
-_FILES_KEPT = 6  # steps that a disk has room for, at least
+_FILES_KEPT = 12  # steps that the disk has room for: whoever removes none has room for all of its saves
 
 
 def measure_slow_blob(cell: Cell, bytes_per_second: int) -> None:
@@ -56,48 +54,29 @@ def measure_slow_blob(cell: Cell, bytes_per_second: int) -> None:
 
 @measuring("slow_store")
 def _measure_to_blob(run: Run, *, azurite: Azurite, container: str, bytes_per_second: int) -> None:
-    agent = _AgentSeen(run)
-    outcome = run.train("back-to-back", on_event=agent.hear)
-    agent.look()
-    with closing(
-        open_store(f"abfs://{container}/jobs", options={"connection_string": azurite.connection_string()})
-    ) as store:
-        folder = job_folder(JobKey.parse(JOB))
+    outcome, counts = train_counted(run)
+    options = {"connection_string": azurite.connection_string()}
+    stored = _stored(open_store(f"abfs://{container}/jobs", options=options), outcome)
+    run.add(
+        "slow_store", store=f"azurite {AZURITE_VERSION}, in memory", bytes_per_second=bytes_per_second,
+        interval_seconds=run.cell.interval_seconds, **stored, **counts, **told(outcome),
+    )  # fmt: skip
+
+
+def _stored(store: Store, outcome: Outcome) -> dict[str, Any]:
+    """What the storage has of the saves, once training has ended."""
+    folder = job_folder(JobKey.parse(JOB))
+    with closing(store):
         committed = [found.step for found in committed_steps(store, folder)]
         rows = csv.DictReader(io.StringIO(store.read(join(folder, HISTORIES)).decode()))
         fates = {row["global_step"]: row["outcome"] for row in rows}
     newest = max((save["step"] for save in outcome.told("save") if save["is_saved"]), default=None)
-    run.add(
-        "slow_store", store=f"azurite {AZURITE_VERSION}, in memory", bytes_per_second=bytes_per_second,
-        interval_seconds=run.cell.interval_seconds, committed_steps=committed, newest_saved_step=newest,
-        is_newest_committed=newest in committed, fates=fates, **agent.seen(), **told(outcome),
-    )  # fmt: skip
-
-
-class _AgentSeen:
-    """What the agent says of the job's saves, asked after each of them."""
-
-    def __init__(self, run: Run) -> None:
-        self._client = NodeClient(str(run.site.folder / "agent.sock"))
-        self._waits: set[float] = set()
-        self._counts: dict[str, int] = {}
-
-    def hear(self, event: Event) -> None:
-        if event["event"] == "save":
-            self.look()
-
-    def look(self) -> None:
-        try:
-            jobs = self._client.status().jobs
-        except AgentUnavailable:
-            return
-        for job in jobs:
-            saves = job.saves
-            self._counts = {"agent_saves": saves.count, "skipped": saves.skipped, "dropped": saves.dropped}
-            self._waits |= {rank.waited_time for rank in job.ranks if rank.waited_time is not None}
-
-    def seen(self) -> dict[str, Any]:
-        return {**self._counts, "waited": len(self._waits)}
+    return {
+        "committed_steps": committed,
+        "newest_saved_step": newest,
+        "is_newest_committed": newest in committed,
+        "fates": fates,
+    }
 
 
 def measure_slow_disk(cell: Cell, bytes_per_second: int, peers: Sequence[str] = PEERS_ON_DISK) -> None:
@@ -106,7 +85,7 @@ def measure_slow_disk(cell: Cell, bytes_per_second: int, peers: Sequence[str] = 
         for peer in peers:
             add_record("slow_store", results=cell.results, peer=peer, store="disk", status="missing", error=reason)
         return
-    size = _FILES_KEPT * size_of(state_of(cell.layout)) * 2 + 64 * MIB
+    size = _FILES_KEPT * size_of(state_of(cell.layout)) + 64 * MIB
     for peer in peers:
         try:
             with slow_disk(WORK, size, bytes_per_second) as folder:
@@ -117,10 +96,11 @@ def measure_slow_disk(cell: Cell, bytes_per_second: int, peers: Sequence[str] = 
 
 @measuring("slow_store")
 def _measure_to_disk(run: Run, *, bytes_per_second: int) -> None:
-    outcome = run.train("back-to-back")
+    outcome, counts = train_counted(run)
+    stored = _stored(open_store(run.site.storage.as_uri()), outcome) if isinstance(run.peer, Stepfast) else {}
     run.add(
         "slow_store", store="disk", bytes_per_second=bytes_per_second, interval_seconds=run.cell.interval_seconds,
-        **told(outcome),
+        **stored, **counts, **told(outcome),
     )  # fmt: skip
 
 

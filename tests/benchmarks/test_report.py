@@ -82,8 +82,11 @@ def test_failed_cell_keeps_its_goal_from_being_reached() -> None:
 def test_busy_saves_that_were_skipped_miss_the_goal() -> None:
     name = "Stall while the save before is being persisted, 1 GiB"
     busy = saves("stepfast", 1.0, 1.1, kind="back_to_back", is_busy=True)
-    assert row_of(name, {**busy, "skipped": 0})[4] == "reached"
-    assert row_of(name, {**busy, "skipped": 1})[3:] == ["1.05 × (1.05 s, n=2); 1 skipped", "**not reached**"]
+    given_up = "given up for newer ones before they were persisted"
+    row = row_of(name, {**busy, "skipped": 0, "dropped": 2})
+    assert row[3:] == [f"1.05 × (1.05 s, n=2); 0 skipped, 2 {given_up}", "reached"]
+    row = row_of(name, {**busy, "skipped": 1})
+    assert row[3:] == [f"1.05 × (1.05 s, n=2); 1 skipped, ? {given_up}", "**not reached**"]
     idle = saves("stepfast", 1.0, kind="back_to_back", is_busy=False)
     assert row_of(name, idle)[3] == "not measured: every save was persisted before the next one came"
 
@@ -99,6 +102,32 @@ def test_lost_time_may_be_the_stall_and_a_little_of_the_persist_time(lost: float
     assert row_of("Training time lost per save, 1 GiB", saves("stepfast", 1.0, 1.0, lost_seconds=lost))[4] == verdict
 
 
+def test_lost_time_is_unknown_where_no_training_was_disturbed() -> None:
+    idle = saves("stepfast", 1.0, 1.0, steps_while_persisting=0)
+    words = "not measured: every save was persisted before training went on"
+    assert row_of("Training time lost per save, 1 GiB", idle)[3] == words
+    assert "0.200" not in "".join(peers.peer_table(select([idle]), PLAN, LAYOUT))
+
+
+@pytest.mark.parametrize(
+    ("largest", "planning", "verdict"),
+    [
+        pytest.param(2**28, 0.05, "reached", id="reached"),
+        pytest.param(2**30, 0.05, "**not reached**", id="one-rank-saves-all"),
+        pytest.param(2**28, 0.06, "**not reached**", id="plans"),
+    ],
+)
+def test_gang_divides_the_state_without_planning(largest: int, planning: float, verdict: str) -> None:
+    def gang(peer: str, seconds: float) -> Record:
+        saves = [{"planning_seconds": [9.0, 9.0]}, {"planning_seconds": [0.0, seconds]}]
+        size, shares = 2**30, [largest, 0, 0, 0]
+        return {"kind": "ddp", "peer": peer, "ranks": 4, "size_bytes": size, "bytes_by_rank": shares, "saves": saves}
+
+    row = row_of("Replicated", gang("stepfast", planning), gang("dcp_save", 1.0))
+    assert (row[1], row[4]) == ("DCP plans 1.00 s a save", verdict)
+    assert row_of("Replicated", gang("stepfast", planning))[4] == "not measured"
+
+
 @pytest.mark.parametrize(
     ("start", "record", "verdict"),
     [
@@ -111,8 +140,6 @@ def test_lost_time_may_be_the_stall_and_a_little_of_the_persist_time(lost: float
         ),
         ("One flipped byte", {"kind": "corrupt", "is_detected": True, "names_file": True}, True),
         ("One flipped byte", {"kind": "corrupt", "is_detected": True, "names_file": False}, False),
-        ("Replicated", {"kind": "ddp", "ranks": 4, "bytes_by_rank": [2**28] * 4, "saves": []}, True),
-        ("Replicated", {"kind": "ddp", "ranks": 4, "bytes_by_rank": [2**30, 0, 0, 0], "saves": []}, False),
         (
             "Memory of the agent",
             {"kind": "memory", "shared_growth_bytes": 3 * 2**30, "helpers_peak_bytes": 2**20},
@@ -215,10 +242,12 @@ def test_load_is_judged_by_measure(hanging: float, verdict: str) -> None:
     record = {
         "kind": "load", "status": "done", "stall_seconds": {"healthy": [1.0, 1.0], "hanging": [1.0]},
         "persist_seconds": {"healthy": [1.0], "hanging": [hanging]},
-        "hung_job_stall_seconds": {"healthy": [1.0], "hanging": []},
+        "hung_job_stall_seconds": {"healthy": [1.0], "hanging": []}, "lost_saves": {"healthy": 0, "hanging": 0},
     }  # fmt: skip
     assert row_of("Stall of other jobs", record)[4] == "reached"
     assert row_of("Persist time of other jobs", record)[4] == verdict
+    row = row_of("Stall of other jobs", {**record, "lost_saves": {"healthy": 0, "hanging": 1}})
+    assert row[3:] == ["+0.0 % (1.00 s, n=1); 1 saves skipped or never committed", "**not reached**"]
     table = loads.table(select([record]))
     assert table[2] == "| stall of the other jobs | 1.00 | 1.00 | +0.0 % | 2 / 1 |"
     assert table[4] == "| stall of the job whose storage hangs | 1.00 | not measured | — | 1 / 0 |"
@@ -242,14 +271,18 @@ def test_slow_storage_may_cost_no_save(more: Record, verdict: str) -> None:
 
 
 def test_slow_disk_shows_the_peers_beside_ours() -> None:
+    counts = {"skipped": 0, "dropped": 0, "waited": 0, "is_newest_committed": True}
     records = [
-        {**saves(peer, stall, kind="slow_store", is_busy=True), "store": "disk"}
-        for peer, stall in (("stepfast", 1.1), ("nvrx", 7.0))
+        {**saves(peer, stall, kind="slow_store", is_busy=True), "store": "disk", **more}
+        for peer, stall, more in (("stepfast", 1.1, counts), ("nvrx", 7.0, {}))
     ]
     name = "Stall while the save before is being persisted, slow disk"
     row = row_of(name, *records)
     assert row[1] == "plain copy 1.00 s; nvrx 7.00 s (7.00 ×)"
-    assert row[3:] == ["1.10 × (1.10 s, n=1); 0 not saved", "reached"]
+    words = "1.10 × (1.10 s, n=1); 0 skipped; 0 dropped; 0 waited; 0 not saved; newest committed"
+    assert row[3:] == [words, "reached"]
+    lost = {**records[0], "is_newest_committed": False}
+    assert row_of(name, lost)[4] == "**not reached**"
     table = slowstores.table(select(records), PLAN.titles)
     assert "| NVRx | disk | 7.00 (7.00 ×) | 7.00 | 1 of 1 | 0 | — | — |" in table
     missing = {"kind": "slow_store", "peer": "stepfast", "store": "disk", "status": "missing", "error": "not root"}
