@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from stepfast.checksum import checksum
 from stepfast.errors import CheckpointDamaged, ObjectsUndefined
+from stepfast.layout import manifest_of, manifest_path, parse_part
 from stepfast.slot import CONTROL_BYTES
 
 
@@ -253,6 +256,28 @@ def test_damaged_memory_is_made_good_from_the_storage(start_agent: Callable[...,
     assert bench.make(state=state).restore() == 1
     assert state["x"] is mine
     assert torch.equal(mine, values)
+
+
+def test_file_that_contradicts_itself_is_damaged_and_writes_beyond_no_tensor(bench: Any) -> None:
+    """Its checksums are right: whoever wrote it says of a tensor that it is smaller than its bytes."""
+    bench.make(state={"x": torch.ones(1000)}).save(1).wait(timeout_seconds=60)
+    (file,) = bench.step_folder(1).glob("state-*")
+    data = file.read_bytes()
+    assert data.count(b"[1000]]") == 1, "where the state is described"
+    file.write_bytes(data.replace(b"[1000]]", b"[  10]]"))
+    (record,) = bench.step_folder(1).glob("*part*")
+    part = parse_part(record.read_bytes())
+    (entry,) = part.files
+    part = replace(part, files=(replace(entry, checksums=(checksum(file.read_bytes()),)),))
+    record.write_bytes(part.to_bytes())
+    manifest = manifest_of([part])
+    assert manifest is not None
+    (bench.step_folder(1) / Path(manifest_path(1)).name).write_bytes(manifest.to_bytes())
+    state = {"x": torch.full((10,), 7.0)}
+
+    with pytest.raises(CheckpointDamaged, match="'state.x' has 4000 bytes"):
+        bench.make(state=state).restore()
+    assert bool((state["x"] == 7.0).all())
 
 
 def flip(file: Path, place: int) -> None:

@@ -112,9 +112,7 @@ class Header:
         """Raises HeaderInvalid when the entries are none, or do not follow each other without overlap or hole."""
         self.metadata = metadata
         self._entries = entries
-        self.ranges: Mapping[str, tuple[int, int]] = {
-            name: _range(name, entry, data_begin) for name, entry in entries.items()
-        }
+        self.ranges: Mapping[str, tuple[int, int]] = _ranges(entries, data_begin)
         self.size_bytes = _covered(self.ranges, data_begin)
 
     @property
@@ -155,20 +153,36 @@ def parse_header(data: bytes | memoryview) -> Header:
         raise HeaderInvalid(f"the header does not parse: {error}") from error
 
 
-def _range(name: str, entry: Mapping[str, Any], data_begin: int) -> tuple[int, int]:
-    """The entry's bytes, counted from the start of the file."""
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+def _ranges(entries: Mapping[str, Mapping[str, Any]], data_begin: int) -> dict[str, tuple[int, int]]:
+    """Each entry's bytes, counted from the start of the file. Of many tensors few have a dtype and shape of their own:
+    these are looked at once.
+    """
+    sizes: dict[str, int] = {}
+    ranges = {}
+    for name, entry in entries.items():
+        kind, offsets = f"{entry['dtype']!r}{entry['shape']!r}", entry["data_offsets"]
+        size = sizes.get(kind)
+        if size is None:
+            size = sizes[kind] = _size(name, entry["dtype"], entry["shape"])
+        if type(offsets) is not list or len(offsets) != 2:
+            raise HeaderInvalid(f"tensor {name!r} has the offsets {offsets!r}")
+        begin, end = offsets
+        if type(begin) is not int or type(end) is not int:
+            raise HeaderInvalid(f"tensor {name!r} has the offsets {offsets!r}")
+        if begin < 0 or end - begin != size:
+            raise HeaderInvalid(f"tensor {name!r} has offsets {offsets}, which are not those of {kind}")
+        ranges[name] = data_begin + begin, data_begin + end
+    return ranges
+
+
+def _size(name: str, dtype: object, shape: object) -> int:
+    """The bytes of such a tensor. Raises HeaderInvalid."""
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
         raise HeaderInvalid(f"tensor {name!r} has the unknown dtype {dtype!r}")
     if not isinstance(shape, list) or not _INTEGERS.issuperset(map(type, shape)) or min(shape, default=0) < 0:
         raise HeaderInvalid(f"tensor {name!r} has the shape {shape!r}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not _INTEGERS.issuperset(map(type, offsets)):
-        raise HeaderInvalid(f"tensor {name!r} has the offsets {offsets!r}")
-    begin, end = offsets
-    if begin < 0 or end - begin != prod(shape) * bits // 8:
-        raise HeaderInvalid(f"tensor {name!r} has offsets {offsets}, which are not those of {dtype} in shape {shape}")
-    return data_begin + begin, data_begin + end
+    return prod(shape) * bits // 8
 
 
 def _covered(ranges: Mapping[str, tuple[int, int]], data_begin: int) -> int:

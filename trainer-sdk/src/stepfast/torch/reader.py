@@ -7,14 +7,13 @@ touched, unless the caller has another step to restore then.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -152,24 +151,22 @@ class StepReader:
         return self._contents[rank]
 
     def _pieces(self, rank: int, document: Mapping[str, Any], found: Sharing) -> list[_Piece]:
-        shared = document["replicated"]
+        shared, ranges = document["replicated"], self._file(rank).header.ranges
         division = dict(zip(shared, divide([found.bases[i] for i in shared], document["worldSize"]), strict=True))
         pieces = []
         for index, base in enumerate(found.bases):
             if index not in division:
-                pieces.append(_Piece(index, rank, *self._range(rank, base.name), None))
+                begin, end = ranges.get(base.name) or self._missing(rank, base.name)
+                pieces.append(_Piece(index, rank, begin, end, None))
                 continue
             for rows in division[index]:
                 name = piece_name(base, rows)
-                found_range = self._range(rows.rank, name)
-                pieces.append(_Piece(index, rows.rank, *found_range, None if name == base.name else rows))
+                begin, end = self._file(rows.rank).header.ranges.get(name) or self._missing(rows.rank, name)
+                pieces.append(_Piece(index, rows.rank, begin, end, None if name == base.name else rows))
         return pieces
 
-    def _range(self, rank: int, name: str) -> tuple[int, int]:
-        found = self._file(rank).header.ranges.get(name)
-        if found is None:
-            raise self._damaged(rank, f"tensor {name!r} is not in the file")
-        return found
+    def _missing(self, rank: int, name: str) -> NoReturn:
+        raise self._damaged(rank, f"tensor {name!r} is not in the file")
 
     def _prepare(self, rank: int, *, weights_only: bool) -> None:
         contents = self._open(rank)
@@ -202,16 +199,18 @@ class StepReader:
         extents, beside = [], []
         for piece in pieces:
             size = piece.end - piece.begin
-            if not size:
-                continue
             target = bases[piece.base]
             if piece.rows is not None:
                 target = target.narrow(row_dimension(target.shape), piece.rows.begin, piece.rows.end - piece.rows.begin)
+            if size != target.nbytes:  # nothing is ever written beyond a tensor
+                raise self._damaged(rank, f"tensor {found.bases[piece.base].name!r} has {size} bytes")
+            if not size:
+                continue
             if not target.is_contiguous():
                 read = torch.empty(size, dtype=torch.uint8)
                 beside.append((target, found.bases[piece.base], read))
                 target = read
-            extents.append(Extent(piece.begin, _memory(target, size)))
+            extents.append(Extent(piece.begin, piece.end, target.data_ptr()))
         self._guard(rank, lambda: self._files[rank].read(extents, self._threads))
         for target, base, read in beside:
             _fill(target, base, read)
@@ -273,11 +272,6 @@ def _by_rank(pieces: Sequence[_Piece]) -> dict[int, list[_Piece]]:
     for piece in pieces:
         by_rank.setdefault(piece.rank, []).append(piece)
     return by_rank
-
-
-def _memory(tensor: torch.Tensor, size_bytes: int) -> memoryview:
-    """The bytes of a tensor without gaps, whatever its dtype; they live as long as it does."""
-    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _fill(target: torch.Tensor, base: Base, read: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,7 @@ def choose(structure: Json, sharing: Sharing, own: Mapping[str, OwnState]) -> di
     for name, child in structure[1]:
         known = own.get(name)
         if known is not None:
-            for index, tensor in _meet(child, known.state):
-                candidates[index] = tensor, known.keeps_flags
+            candidates |= {index: (tensor, known.keeps_flags) for index, tensor in _meet(child, known.state)}
     chosen = {}
     for index, place in enumerate(sharing.places):
         if not isinstance(place, int) or index not in candidates:
@@ -66,19 +65,20 @@ def empty(base: Base) -> torch.Tensor:
     return flat.as_strided(base.shape, base.stride) if base.stride is not None else flat.view(base.shape)
 
 
-def _meet(structure: Json, state: Any) -> list[tuple[int, torch.Tensor]]:
+def _meet(structure: Json, state: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """The saved tensors (by index) that have a tensor at the same place in the state."""
-    tag, content = structure
-    if tag == "t":
-        return [(content, state)] if isinstance(state, torch.Tensor) else []
-    if tag in ("list", "tuple"):
-        pairs = list(zip(content, state, strict=True)) if _is_list(state) and len(state) == len(content) else []
-    elif isinstance(content, list) and isinstance(state, dict):
-        keys = [(_key(key), child) for key, child in content]
-        pairs = [(child, state[key]) for key, child in keys if key in state]
-    else:
-        pairs = []
-    return [found for child, node in pairs for found in _meet(child, node)]
+    left = [(structure, state)]
+    while left:
+        (tag, content), node = left.pop()
+        if tag == "t":
+            if isinstance(node, torch.Tensor):
+                yield content, node
+        elif tag in ("list", "tuple"):
+            if _is_list(node) and len(node) == len(content):
+                left += zip(content, node, strict=True)
+        elif isinstance(content, list) and isinstance(node, dict):
+            keys = [(key if type(key) is str else _key(key), child) for key, child in content]
+            left += [(child, node[key]) for key, child in keys if key in node]
 
 
 def _is_list(state: Any) -> bool:
@@ -95,7 +95,7 @@ def _takes(tensor: torch.Tensor, base: Base, flags: Flags | None) -> bool:
         return False
     if not tensor.is_cpu or not is_plain(tensor):
         return False
-    if tuple(tensor.shape) != base.shape or tensor.dtype is not parse_dtype(base.dtype):
+    if tensor.shape != base.shape or tensor.dtype is not parse_dtype(base.dtype):
         return False
     if flags is not None and (
         not tensor.is_leaf
@@ -103,11 +103,11 @@ def _takes(tensor: torch.Tensor, base: Base, flags: Flags | None) -> bool:
         or tensor.requires_grad is not flags.requires_grad
     ):
         return False
-    return tensor.is_contiguous() if base.stride is None else tuple(tensor.stride()) == base.stride
+    return tensor.is_contiguous() if base.stride is None else tensor.stride() == base.stride
 
 
 def _without_overlaps(chosen: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), base) for base, t in chosen.items())
+    spans = sorted((begin := tensor.data_ptr(), begin + tensor.nbytes, base) for base, tensor in chosen.items())
     overlapping, reached, last = set(), 0, None
     for begin, end, base in spans:
         if begin < reached and begin < end:

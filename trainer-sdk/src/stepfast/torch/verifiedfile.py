@@ -6,8 +6,9 @@ may be used again, and a disk may fail, between a check and a copy.
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from operator import itemgetter
@@ -23,6 +24,9 @@ from stepfast.torch.sources import Found
 _BLOCK_BYTES = 1 << 20  # read, then checked: small enough to stay in the cache, large enough for two calls not to count
 _DIRECT_BYTES = 1 << 16  # from this size on bytes are read straight to their place, below it with their neighbours
 _scratch = threading.local()
+_begin_of, _end_of = itemgetter(0), itemgetter(1)  # of an Extent
+_copy = ctypes.PyDLL(None).memmove  # keeps the GIL: to take it again takes longer than to copy a small tensor
+_copy.argtypes, _copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 
 
 class FileMismatch(CheckpointError):
@@ -30,14 +34,11 @@ class FileMismatch(CheckpointError):
 
 
 class Extent(NamedTuple):  # one a tensor: a dataclass is made ten times as slowly
-    """The file's bytes from `begin` on, and where they are to go: writable bytes, as many as there are to come."""
+    """The file's bytes `[begin, end)`, and the address where they are to go, in memory that the caller keeps."""
 
     begin: int
-    target: memoryview
-
-    @property
-    def end(self) -> int:
-        return self.begin + len(self.target)
+    end: int
+    address: int
 
 
 class VerifiedFile:
@@ -71,7 +72,7 @@ class VerifiedFile:
         """Fills every extent's target. Raises FileMismatch; targets may hold anything then."""
         by_chunk: dict[int, list[Extent]] = {}
         size = self._entry.chunk_bytes
-        for extent in sorted(extents, key=itemgetter(0)):
+        for extent in sorted(extents, key=_begin_of):
             first, last = extent.begin // size, (extent.end - 1) // size
             if first == last:
                 by_chunk.setdefault(first, []).append(extent)
@@ -85,10 +86,11 @@ class VerifiedFile:
         self._file.close()
 
     def _head(self, end: int) -> bytes:
-        data = bytearray(max(0, min(end, self._entry.size_bytes)))
-        if data:
-            self.read([Extent(0, memoryview(data))])
-        return bytes(data)
+        size = max(0, min(end, self._entry.size_bytes))
+        memory = (ctypes.c_char * size)()
+        if size:
+            self.read([Extent(0, size, ctypes.addressof(memory))])
+        return memory.raw
 
     def _pass_chunk(self, index: int, extents: Sequence[Extent]) -> None:
         """Reads one whole chunk, delivering what is wanted of it, and compares its checksum."""
@@ -97,13 +99,14 @@ class VerifiedFile:
         if begin >= end or (extents and extents[-1].end > end):
             raise FileMismatch(f"it ends before byte {extents[-1].end if extents else begin + 1}")
         hasher = new_checksum()
-        small = [extent for extent in extents if len(extent.target) < _DIRECT_BYTES]
+        small = [extent for extent in extents if extent.end - extent.begin < _DIRECT_BYTES]
         reached = begin
         for extent in extents:
-            if len(extent.target) >= _DIRECT_BYTES:
+            if extent.end - extent.begin >= _DIRECT_BYTES:
                 self._pass_between(reached, extent.begin, small, hasher)
-                for offset in range(0, len(extent.target), _BLOCK_BYTES):
-                    block = extent.target[offset : offset + _BLOCK_BYTES]
+                target = _memory(extent.address, extent.end - extent.begin)
+                for offset in range(0, len(target), _BLOCK_BYTES):
+                    block = target[offset : offset + _BLOCK_BYTES]
                     self._fill(extent.begin + offset, block)
                     hasher.update(block)
                 reached = extent.end
@@ -113,18 +116,16 @@ class VerifiedFile:
 
     def _pass_between(self, begin: int, end: int, small: Sequence[Extent], hasher: Checksum) -> None:
         """Reads `[begin, end)` through a buffer, and delivers the small extents that lie there."""
-        buffer = _buffer()
-        ends = [extent.end for extent in small]
+        buffer, source = _buffer()
         for first in range(begin, end, _BLOCK_BYTES):
             block = buffer[: min(_BLOCK_BYTES, end - first)]
             last = first + len(block)
             self._fill(first, block)
             hasher.update(block)
-            for extent in small[bisect_right(ends, first) :]:
-                if extent.begin >= last:
-                    break
+            reaching = bisect_right(small, first, key=_end_of), bisect_left(small, last, key=_begin_of)
+            for extent in small[slice(*reaching)]:
                 low, high = max(extent.begin, first), min(extent.end, last)
-                extent.target[low - extent.begin : high - extent.begin] = block[low - first : high - first]
+                _copy(extent.address + low - extent.begin, source + low - first, high - low)
 
     def _fill(self, begin: int, block: memoryview) -> None:
         try:
@@ -138,16 +139,19 @@ class VerifiedFile:
 def _clipped(extent: Extent, low: int, high: int) -> Extent:
     """What of the extent lies within `[low, high)`."""
     first, last = max(extent.begin, low), min(extent.end, high)
-    return Extent(first, extent.target[first - extent.begin : last - extent.begin])
+    return Extent(first, last, extent.address + first - extent.begin)
 
 
-def _buffer() -> memoryview:
-    """This thread's own."""
+def _memory(address: int, size_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+
+
+def _buffer() -> tuple[memoryview, int]:
+    """This thread's own, and its address."""
     buffer = getattr(_scratch, "buffer", None)
     if buffer is None:
-        buffer = _scratch.buffer = memoryview(bytearray(_BLOCK_BYTES))
-    found: memoryview = buffer
-    return found
+        buffer = _scratch.buffer = (ctypes.c_char * _BLOCK_BYTES)()
+    return memoryview(buffer).cast("B"), ctypes.addressof(buffer)
 
 
 def _for_each(work: Callable[[int], None], items: Sequence[int], threads: Executor | None) -> None:
