@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stepfast.checksum import checksum
-from stepfast.errors import CheckpointDamaged, ObjectsUndefined
+from stepfast.errors import CheckpointDamaged, CheckpointMismatch, ObjectsUndefined, StorageError
 from stepfast.layout import manifest_of, manifest_path, parse_part
 from stepfast.slot import CONTROL_BYTES
 
@@ -243,6 +243,47 @@ def test_object_that_damage_in_both_tiers_has_half_filled_is_not_taken_for_a_new
         checkpointer.save(2)
 
 
+def test_object_that_is_half_filled_when_the_storage_goes_away_is_not_saved(
+    start_agent: Callable[..., Any], bench: Any
+) -> None:
+    """The memory tier is wrong, and what would make it good is gone for now."""
+    agent = start_agent()
+    bench.socket = agent.socket
+    bench.make(state={"x": torch.ones(8_000_000)}).save(1).wait(timeout_seconds=60)
+    for slot in agent.memory.glob("*/*/*/slot-*"):
+        flip(slot, CONTROL_BYTES + 20_000_000)
+    (file,) = bench.step_folder(1).glob("state-*")
+    whole = file.read_bytes()
+    file.unlink()
+    file.symlink_to(file.name)  # neither there nor missing: an error of the storage, and no damage
+
+    state = {"x": torch.full((8_000_000,), 7.0)}
+    checkpointer = bench.make(state=state)
+    with pytest.raises(StorageError):
+        checkpointer.restore()
+    assert bool((state["x"] == 1.0).any())
+    with pytest.raises(ObjectsUndefined):
+        checkpointer.save(2)
+    file.unlink()
+    file.write_bytes(whole)
+    assert checkpointer.restore() == 1
+    assert bool((state["x"] == 1.0).all())
+    assert checkpointer.save(2).saved
+
+
+def test_objects_of_which_one_does_not_take_its_state_are_not_saved(bench: Any) -> None:
+    class Refusing(Extra):
+        def set_extra_state(self, state: str) -> None:
+            raise RuntimeError("not this one")
+
+    bench.make(first=nn.Linear(3, 3), second=Extra(3, 3)).save(1).wait(timeout_seconds=60)
+    checkpointer = bench.make(first=nn.Linear(3, 3), second=Refusing(3, 3))
+    with pytest.raises(CheckpointMismatch, match="not this one"):
+        checkpointer.restore()
+    with pytest.raises(ObjectsUndefined):
+        checkpointer.save(2)
+
+
 def test_damaged_memory_is_made_good_from_the_storage(start_agent: Callable[..., Any], bench: Any) -> None:
     agent = start_agent()
     bench.socket = agent.socket
@@ -275,7 +316,7 @@ def test_file_that_contradicts_itself_is_damaged_and_writes_beyond_no_tensor(ben
     (bench.step_folder(1) / Path(manifest_path(1)).name).write_bytes(manifest.to_bytes())
     state = {"x": torch.full((10,), 7.0)}
 
-    with pytest.raises(CheckpointDamaged, match="'state.x' has 4000 bytes"):
+    with pytest.raises(CheckpointDamaged, match=r"'state\.x' has 4000 bytes"):
         bench.make(state=state).restore()
     assert bool((state["x"] == 7.0).all())
 

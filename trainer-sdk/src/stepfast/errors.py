@@ -60,7 +60,7 @@ class CheckpointDamaged(CheckpointError):
 
 
 class ObjectsUndefined(CheckpointError):
-    """The objects hold parts of a damaged step, which must not be saved as another."""
+    """The objects hold parts of a step that could not be restored as a whole: they must not be saved as another."""
 
 
 class CheckpointUnsafe(CheckpointError):

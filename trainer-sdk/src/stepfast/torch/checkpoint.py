@@ -211,8 +211,8 @@ class Checkpointer:
         began = time.perf_counter()
         if self._resumer.is_half_restored:
             raise ObjectsUndefined(
-                "a restore found damage when it had filled the objects in part, and no older step to put in their "
-                "place: begin with new objects, in a new process"
+                "a restore failed when it had filled the objects in part: restore again, or begin with new objects, "
+                "in a new process"
             )
         newest = _SAVED_THROUGH.get(self._run_key, request.step)
         if request.step < newest:

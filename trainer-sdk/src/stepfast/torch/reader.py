@@ -114,7 +114,7 @@ class StepReader:
         """The state that this rank saved, with the replicated tensors gathered from all files.
 
         Tensors of `own`, the caller's states by object, take their bytes directly where they can: last, so that all
-        else that can go wrong has done so by then. Only damage leaves them undefined (`has_touched`).
+        else that can go wrong has done so by then. What fails after that leaves them undefined (`has_touched`).
         """
         try:
             return self._read(rank, own, weights_only=weights_only)

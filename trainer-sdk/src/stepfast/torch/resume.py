@@ -52,7 +52,7 @@ class Resumer:
         self._name, self._weights_only = name, weights_only
         self._calls = 0
         self.is_half_restored = False
-        """Whether the objects hold parts of a step that turned out to be damaged, on any rank."""
+        """Whether the objects, on any rank, hold parts of a step that could not be restored as a whole."""
 
     def resume(self, step: int | None) -> Resumed:
         """Restores that step; None: the one that the launcher fixed, else the latest, else an older whole one.
@@ -67,12 +67,11 @@ class Resumer:
                 damage, reader = self._examine(wanted, is_only=step is not None)
                 if reader is not None:
                     with closing(reader):
-                        damage, is_touched = self._deliver(reader)
+                        damage = self._deliver(reader)
                     if not damage:
                         self.is_half_restored = False
                         is_rollback = step is not None or wanted != first
                         return Resumed(step=wanted, tier=str(reader.tier), is_rollback=is_rollback)
-                    self.is_half_restored = self.is_half_restored or is_touched
             log.error("stepfast: step %s is damaged: %s", wanted, damage)
             older = self._older(wanted)
             if step is not None or (older is None and self.is_half_restored):
@@ -111,7 +110,7 @@ class Resumer:
 
         is_fine = False
         try:
-            damage, _ = self._together(f"verdict/{self._calls}/{step}", step, examine)
+            damage = self._together(f"verdict/{self._calls}/{step}", step, examine)
             is_fine = not damage
         finally:
             if readers and not is_fine:
@@ -120,25 +119,29 @@ class Resumer:
 
     def _together(
         self, topic: str, step: int, work: Callable[[], None], has_touched: Callable[[], bool] = lambda: False
-    ) -> tuple[str, bool]:
-        """Does this rank's share of the work; the damage that any rank found, or nothing, and whether any has touched
-        its objects.
-        """
-        verdict = ""
+    ) -> str:
+        """Does this rank's share of the work; the damage that any rank found, or nothing."""
+        verdict, failure = "", None
         try:
             work()
         except CheckpointDamaged as error:
             verdict = f"{error.path}: {error.reason}"
-        except Exception as error:
-            # The others wait for this rank's verdict: they must not wait for ever.
-            self._gang.exchange(topic, f"{_GAVE_UP}{type(error).__name__}: {error}")
-            raise
-        verdicts = self._gang.exchange(topic, f"{_TOUCHED if has_touched() else ''}{verdict}")
+        except Exception as error:  # noqa: BLE001 - raised below: the others must not wait for this rank's verdict
+            verdict, failure = f"{_GAVE_UP}{type(error).__name__}: {error}", error
+        finally:
+            self.is_half_restored = self.is_half_restored or has_touched()
+        try:
+            told = self._gang.exchange(topic, f"{_TOUCHED if has_touched() else ''}{verdict}")
+        except GangError as error:
+            raise failure or error from error
+        self.is_half_restored = self.is_half_restored or any(text.startswith(_TOUCHED) for text in told)
+        if failure is not None:
+            raise failure
+        verdicts = [text.removeprefix(_TOUCHED) for text in told]
         for rank, text in enumerate(verdicts):
             if text.startswith(_GAVE_UP):
                 raise GangError(f"rank {rank} cannot restore step {step}: {text.removeprefix(_GAVE_UP)}")
-        damages = (text.removeprefix(_TOUCHED) for text in verdicts)
-        return next(filter(None, damages), ""), any(text.startswith(_TOUCHED) for text in verdicts)
+        return next(filter(None, verdicts), "")
 
     def _has_older(self, step: int) -> bool:
         return any(other < step for other in self._source.steps())
@@ -159,9 +162,8 @@ class Resumer:
                 )
         reader.prepare(source_rank, weights_only=self._weights_only)
 
-    def _deliver(self, reader: StepReader) -> tuple[str, bool]:
-        """Restores the objects, on all ranks or none: the damage that any rank found, or nothing, and whether any has
-        touched its objects.
+    def _deliver(self, reader: StepReader) -> str:
+        """Restores the objects, on all ranks or none: the damage that any rank found, or nothing.
 
         No rank goes on before all have read: a slot that one reads another rank's next save may want.
         """
@@ -174,14 +176,15 @@ class Resumer:
             root.update(reader.read(source_rank, own, weights_only=self._weights_only))
 
         topic = f"delivered/{self._calls}/{reader.step}"
-        damage, is_touched = self._together(topic, reader.step, read, lambda: reader.has_touched)
+        damage = self._together(topic, reader.step, read, lambda: reader.has_touched)
         if damage:
-            return damage, is_touched
+            return damage
+        self.is_half_restored = True  # until every object has all of it
         rng = root.pop(RNG, None)
         self._objects.load(root, step=reader.step)
         if rng is not None and source_rank == self._environment.rank:
             set_rng_state(rng)
-        return "", True
+        return ""
 
     def _source_rank(self, reader: StepReader) -> int:
         """The rank whose file is this one's: its own, where the gang that saved had one of that number."""
