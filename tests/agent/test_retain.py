@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from stepfast.layout import CHUNK_BYTES, Part, data_path
 from stepfast.slot import CONTROL_BYTES
 from stepfast.storage import Store, open_store
 from stepfast_sidecar.persist import JobPersister
-from stepfast_sidecar.slotmaps import SlotRef
+from stepfast_sidecar.slotmaps import SlotDamaged, SlotRef
 
 
 def begin(store: Store, step: int, run: str) -> FileUpload:
@@ -90,4 +91,35 @@ def test_later_window_of_a_file_that_is_lost_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UploadLost, match="begin again"):
         persister.persist_window(step=1, run="uid-1", world_size=1, slot=window)
+    persister.close()
+
+
+def test_file_that_a_killed_persister_began_gives_its_room_to_the_next_try(
+    tmpfs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    size = 3 * CHUNK_BYTES
+    slot = tmp_path / "slot"
+    slot.write_bytes(bytes(CONTROL_BYTES) + bytes(size))
+    ref = SlotRef(path=str(slot), seq=1, rank=0, name="state", file_bytes=size, window_begin=0, window_bytes=size)
+    store = open_store(str(tmpfs(f"size={size + 2 * CHUNK_BYTES}")))
+    killed = store.upload(f"ns/job/{data_path(4, 'uid-1', 'state', 0, 1)}", size)
+    (left,) = tmp_path.rglob("*.tmp")
+    killed.abort()
+    left.write_bytes(bytes(size))  # as a killed process leaves it: no descriptor holds it
+    other = store.upload(f"ns/job/{data_path(4, 'uid-1', 'state', 1, 2)}", 1)  # somebody else's, still on its way
+    persister = JobPersister(store, "ns/job")
+    with pytest.raises(SlotDamaged):  # the file's control page says nothing; there was room until then
+        persister.persist(
+            step=4,
+            run="uid-1",
+            node=0,
+            world_size=1,
+            replicated="",
+            saved_time=1.0,
+            ranks=[0],
+            slots=[ref],
+            streamed=[],
+        )
+    other.put(0, memoryview(b"x"))
+    other.finish()
     persister.close()

@@ -5,6 +5,7 @@ No operator runs: what it would write into the status, the tests write.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -26,6 +27,7 @@ from stepfast.environment import read_environment
 from stepfast.torch import Checkpointer
 from stepfast_operator.local import command
 from testcluster.waiting import CommandFailed, wait_until
+from testoperator.running import run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 CRD = "trainingjobs.stepfast.dev"
@@ -131,6 +133,7 @@ def stepfast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stepfast:
     lines = ["[stepfast.jobs]", *(f"{name} = {of}" for name, of in project["entry-points"]["stepfast.jobs"].items())]
     (installed / "entry_points.txt").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(str(installed.parent))
+    monkeypatch.setattr(asyncio, "run", run_to_end)
     app = typer.Typer()
     app.callback()(lambda: None)
     command.register(app)

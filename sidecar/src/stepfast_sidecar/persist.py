@@ -14,7 +14,7 @@ from typing import Any
 
 from stepfast import catalog
 from stepfast.commit import FileUpload, StepParts, read_manifest, try_commit, write_part
-from stepfast.errors import ObjectNotFound, StorageError, UploadLost
+from stepfast.errors import ObjectNotFound, StorageError, StorageFull, UploadLost
 from stepfast.histories import SaveRow, append_rows
 from stepfast.layout import (
     CHUNK_BYTES,
@@ -108,10 +108,8 @@ class JobPersister:
         return [upload.result() for upload in uploads]
 
     def _upload(self, step: int, run: str, world_size: int, slot: SlotRef) -> FileEntry:
-        path, size = data_path(step, run, slot.name, slot.rank, world_size), slot.file_bytes
-        upload = FileUpload(
-            self._store, self._folder, path, name=slot.name, rank=slot.rank, size_bytes=size, chunk_bytes=chunk_of(size)
-        )
+        path = data_path(step, run, slot.name, slot.rank, world_size)
+        upload = self._begin(path, slot, chunk_of(slot.file_bytes))
         try:
             mapped = self._slots.map(slot)
             upload.put(0, mapped.data, self._uploaders)
@@ -120,6 +118,29 @@ class JobPersister:
         except BaseException:
             upload.abort()
             raise
+
+    def _begin(self, path: str, slot: SlotRef, chunk_bytes: int) -> FileUpload:
+        """An upload of the slot's file. Where there is no room for it, what a persister that was killed left of the
+        same file is removed: it may hold that room, and no commit that sweeps it would come. A file has one writer.
+        """
+
+        def begin() -> FileUpload:
+            return FileUpload(
+                self._store, self._folder, path,
+                name=slot.name, rank=slot.rank, size_bytes=slot.file_bytes, chunk_bytes=chunk_bytes,
+            )  # fmt: skip
+
+        try:
+            return begin()
+        except StorageFull:
+            whole = join(self._folder, path)
+            folder, _, file = whole.rpartition("/")
+            left = [name for name, target in self._store.list_temporary(folder) if target == file]
+            if not left:
+                raise
+            for name in left:
+                self._store.delete(join(folder, name))
+            return begin()
 
     def persist_window(self, *, step: int, run: str, world_size: int, slot: SlotRef) -> FileEntry | None:
         """Uploads one window of a large file; the file's entry when it is whole with it.
@@ -161,8 +182,7 @@ class JobPersister:
                 return self._streams[key]
             for stale in [k for k in self._streams if k[2:] == key[2:]]:
                 self._streams.pop(stale).abort()
-            path = data_path(step, run, name, rank, world_size)
-            upload = FileUpload(self._store, self._folder, path, name=name, rank=rank, size_bytes=slot.file_bytes)
+            upload = self._begin(data_path(step, run, name, rank, world_size), slot, CHUNK_BYTES)
             self._streams[key] = upload
             return upload
 
