@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from testoperator.polling import until
@@ -20,9 +21,13 @@ def run_to_end(scenario: Coroutine[Any, Any, T]) -> T:
     """
     with asyncio.Runner() as runner:
         try:
-            return runner.run(scenario)
-        finally:
-            runner.run(_connections_closed())
+            result = runner.run(scenario)
+        except BaseException:
+            with suppress(TimeoutError):  # the scenario's own failure is the one to tell
+                runner.run(_connections_closed())
+            raise
+        runner.run(_connections_closed())
+        return result
 
 
 async def _connections_closed() -> None:
