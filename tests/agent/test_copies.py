@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stepfast.errors import ObjectNotFound
+from stepfast.errors import ObjectNotFound, StorageFull, StorageUnavailable
 from stepfast.layout import data_path, manifest_path
 from stepfast.storage import Store, open_store
 from stepfast_sidecar.copies import Copies
@@ -34,8 +35,8 @@ def make(store: Store, tmp_path: Path) -> Iterator[Callable[..., Copies]]:
     made = []
     with ThreadPoolExecutor(2) as threads:
 
-        def copies(**settings: float) -> Copies:
-            made.append(Copies(store, "job", threads, spool_folder=str(tmp_path), **settings))
+        def copies(**settings: Any) -> Copies:
+            made.append(Copies(store, "job", threads, **{"spool_folder": str(tmp_path), **settings}))
             return made[-1]
 
         yield copies
@@ -98,3 +99,25 @@ def test_copy_that_failed_is_tried_again(make: Callable[..., Copies], store: Sto
         copies.foresee(FILE)
     store.replace(f"job/{FILE}", DATA)
     assert Path(copies.open_path(FILE)[0]).read_bytes() == DATA
+
+
+@pytest.mark.parametrize("size_bytes", [2_000_000, 20_000_000], ids=["a chunk", "several"])
+@pytest.mark.parametrize("ask", [Copies.open_path, Copies.foresee], ids=["asked for", "foreseen"])
+def test_full_disk_of_the_node_is_storage_full(
+    make: Callable[..., Copies],
+    store: Store,
+    tmpfs: Callable[[str], Path],
+    ask: Callable[[Copies, str], object],
+    size_bytes: int,
+) -> None:
+    store.replace(f"job/{FILE}", bytes(size_bytes))
+    copies = make(spool_folder=str(tmpfs("size=1m")))
+    with pytest.raises(StorageFull, match=FILE):
+        ask(copies, FILE)
+
+
+def test_folder_of_copies_that_is_gone_does_not_say_that_the_object_is(
+    make: Callable[..., Copies], tmp_path: Path
+) -> None:
+    with pytest.raises(StorageUnavailable, match=FILE):
+        make(spool_folder=str(tmp_path / "gone")).open_path(FILE)

@@ -14,6 +14,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from stepfast.errors import StorageUnavailable
 from stepfast.layout import join, parse_data_path
 from stepfast.storage.base import Store
 from stepfast.storage.download import download
@@ -106,7 +107,10 @@ class Copies:
         return self._copy(path, keep_seconds)  # it was let go a moment ago
 
     def _download(self, path: str) -> _Copy:
-        file = tempfile.TemporaryFile(prefix="stepfast-fetch-", dir=self._spool_folder)  # noqa: SIM115  # kept
+        try:
+            file = tempfile.TemporaryFile(prefix="stepfast-fetch-", dir=self._spool_folder)  # noqa: SIM115  # kept
+        except OSError as error:  # never ObjectNotFound: a folder that is gone says nothing about the object
+            raise StorageUnavailable(f"begin a copy of {path} on this node: {error}") from error
         try:
             size = download(self._store, join(self._folder, path), file.fileno(), self._threads)
         except BaseException:

@@ -8,6 +8,8 @@ from concurrent.futures import Executor
 from stepfast.errors import ObjectNotFound
 from stepfast.layout import CHUNK_BYTES
 from stepfast.storage.base import Store
+from stepfast.storage.faults import storage_error
+from stepfast.storage.localfile import write_at
 
 
 def object_bytes(store: Store, path: str) -> int:
@@ -22,16 +24,19 @@ def object_bytes(store: Store, path: str) -> int:
 def download(store: Store, path: str, descriptor: int, executor: Executor) -> int:
     """Fills the file behind the descriptor with the object, in parallel ranges; returns its size.
 
-    Raises StorageError.
+    Raises ObjectNotFound, StorageError, also where it is this machine's disk that takes no more.
     """
     size = object_bytes(store, path)
-    os.ftruncate(descriptor, size)
 
     def fetch(begin: int) -> None:
         buffer = memoryview(bytearray(min(CHUNK_BYTES, size - begin)))
         store.read_range(path, begin, buffer)
-        os.pwrite(descriptor, buffer, begin)
+        write_at(descriptor, begin, buffer)
 
-    for _ in executor.map(fetch, range(0, size, CHUNK_BYTES)):
-        pass
+    try:
+        os.ftruncate(descriptor, size)
+        for _ in executor.map(fetch, range(0, size, CHUNK_BYTES)):
+            pass
+    except OSError as error:
+        raise storage_error(error, f"write a copy of {path} on this machine") from error
     return size
