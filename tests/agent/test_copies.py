@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,10 +86,7 @@ def test_copy_is_let_go_after_a_while(
     copies.foresee(FILE)
     if is_asked_for:
         copies.open_path(FILE)
-    deadline = time.monotonic() + 30
-    while _held_in(tmp_path):
-        assert time.monotonic() < deadline, "the copy is never let go"
-        threading.Event().wait(0.01)
+    _eventually(lambda: not _held_in(tmp_path), "the copy is let go")
     assert copies.open_path(FILE)[1] == len(DATA)  # made again
 
 
@@ -99,6 +97,44 @@ def test_copy_that_failed_is_tried_again(make: Callable[..., Copies], store: Sto
         copies.foresee(FILE)
     store.replace(f"job/{FILE}", DATA)
     assert Path(copies.open_path(FILE)[0]).read_bytes() == DATA
+
+
+def test_file_of_a_folder_is_read_ahead_to_its_end(tmp_path: Path) -> None:
+    folder_store = open_store(tmp_path.as_uri())
+    folder_store.replace(f"job/{FILE}", os.urandom(64 << 20))  # more than any device's window
+    file = tmp_path / "job" / FILE
+    if _file_system(file) == "tmpfs":
+        pytest.skip(f"NOT TESTED HERE: a file that is read ahead: {file} lies in memory. Give --basetemp on a disk")
+
+    def is_evicted() -> bool:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return _cached_bytes(file) == 0
+
+    _eventually(is_evicted, "the file leaves the page cache")
+    with ThreadPoolExecutor(1) as threads:
+        copies = Copies(folder_store, "job", threads)
+        copies.foresee(FILE)
+        _eventually(lambda: _cached_bytes(file) == file.stat().st_size, "all of the file is in the page cache")
+        copies.close()
+    folder_store.close()
+
+
+def _file_system(file: Path) -> str:
+    command = ["stat", "--file-system", "--format=%T", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _cached_bytes(file: Path) -> int:
+    command = ["fincore", "--bytes", "--raw", "--noheadings", "--output=RES", str(file)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def _eventually(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline, f"never: {what}"
+        threading.Event().wait(0.01)
 
 
 @pytest.mark.parametrize("size_bytes", [2_000_000, 20_000_000], ids=["a chunk", "several"])

@@ -19,6 +19,8 @@ from stepfast.layout import join, parse_data_path
 from stepfast.storage.base import Store
 from stepfast.storage.download import download
 
+_READ_AHEAD_BYTES = 128 * 1024  # of a longer range Linux reads the device's window alone, which is often this
+
 
 @dataclass(slots=True, kw_only=True)
 class _Copy:
@@ -72,7 +74,8 @@ class Copies:
             self._copy(path, self._foreseen_seconds)
             return
         try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            for begin in range(0, os.fstat(descriptor).st_size, _READ_AHEAD_BYTES):
+                os.posix_fadvise(descriptor, begin, _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)
 
