@@ -21,6 +21,7 @@ from stepfast_sidecar.copies import Copies
 
 FILE = data_path(5, "uid-1", "state", 0, 1)
 DATA = bytes(range(256)) * 1000
+SECONDS = 60
 
 
 @pytest.fixture
@@ -31,13 +32,51 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     made.close()
 
 
+class HeldStore:
+    """A storage of which rank files are read once `gate` opens; a read that begins while it `is_down` fails then."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.gate = threading.Event()
+        self.is_down = False
+        self.asked, self.reading = threading.Semaphore(0), threading.Semaphore(0)  # calls so far
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def open_file(self, path: str) -> int | None:
+        self.asked.release()
+        return self._store.open_file(path)
+
+    def read_range(self, path: str, offset: int, buffer: memoryview) -> None:
+        if path.endswith(FILE):
+            is_down = self.is_down
+            self.reading.release()
+            assert self.gate.wait(SECONDS)
+            if is_down:
+                raise StorageUnavailable(f"read {path}: it is down")
+        self._store.read_range(path, offset, buffer)
+
+
+@pytest.fixture
+def held(store: Store) -> HeldStore:
+    return HeldStore(store)
+
+
+@pytest.fixture
+def callers(held: HeldStore) -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+        held.gate.set()
+
+
 @pytest.fixture
 def make(store: Store, tmp_path: Path) -> Iterator[Callable[..., Copies]]:
     made = []
     with ThreadPoolExecutor(2) as threads:
 
-        def copies(**settings: Any) -> Copies:
-            made.append(Copies(store, "job", threads, **{"spool_folder": str(tmp_path), **settings}))
+        def copies(of: Any = store, **settings: Any) -> Copies:
+            made.append(Copies(of, "job", threads, **{"spool_folder": str(tmp_path), **settings}))
             return made[-1]
 
         yield copies
@@ -97,6 +136,23 @@ def test_copy_that_failed_is_tried_again(make: Callable[..., Copies], store: Sto
         copies.foresee(FILE)
     store.replace(f"job/{FILE}", DATA)
     assert Path(copies.open_path(FILE)[0]).read_bytes() == DATA
+
+
+def test_rank_that_asks_is_not_failed_by_what_was_foreseen(
+    make: Callable[..., Copies], held: HeldStore, callers: ThreadPoolExecutor
+) -> None:
+    copies = make(held)
+    held.is_down = True
+    foreseen = callers.submit(copies.foresee, FILE)
+    assert held.asked.acquire(timeout=SECONDS)
+    assert held.reading.acquire(timeout=SECONDS)
+    asked = callers.submit(copies.open_path, FILE)
+    assert held.asked.acquire(timeout=SECONDS)
+    held.is_down = False
+    held.gate.set()
+    with pytest.raises(StorageUnavailable):
+        foreseen.result(SECONDS)
+    assert Path(asked.result(SECONDS)[0]).read_bytes() == DATA
 
 
 def test_file_of_a_folder_is_read_ahead_to_its_end(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from stepfast.errors import StorageUnavailable
+from stepfast.errors import StorageError, StorageUnavailable
 from stepfast.layout import join, parse_data_path
 from stepfast.storage.base import Store
 from stepfast.storage.download import download
@@ -27,6 +27,14 @@ class _Copy:
     file: BinaryIO
     size_bytes: int
     until: float  # monotonic
+
+
+class _Copying(Future[_Copy]):
+    """A copy, there or on its way."""
+
+    def __init__(self, *, is_foreseen: bool) -> None:
+        super().__init__()
+        self.is_foreseen = is_foreseen
 
 
 class Copies:
@@ -48,7 +56,7 @@ class Copies:
     ) -> None:
         self._store, self._folder, self._threads, self._spool_folder = store, folder, threads, spool_folder
         self._asked_seconds, self._foreseen_seconds = asked_seconds, foreseen_seconds
-        self._copies: dict[str | object, Future[_Copy]] = {}
+        self._copies: dict[str | object, _Copying] = {}
         self._lock = threading.Lock()
         self._sweep: threading.Timer | None = None
 
@@ -60,7 +68,7 @@ class Copies:
         full = join(self._folder, path)
         descriptor = self._store.open_file(full)
         if descriptor is None:
-            copy = self._copy(path, self._asked_seconds)
+            copy = self._copy(path, is_foreseen=False)
             return f"/proc/{os.getpid()}/fd/{copy.file.fileno()}", copy.size_bytes
         try:
             return os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size
@@ -71,7 +79,7 @@ class Copies:
         """Has a rank's file at hand before it is asked for. Raises ObjectNotFound, StorageError."""
         descriptor = self._store.open_file(join(self._folder, path))
         if descriptor is None:
-            self._copy(path, self._foreseen_seconds)
+            self._copy(path, is_foreseen=True)
             return
         try:
             for begin in range(0, os.fstat(descriptor).st_size, _READ_AHEAD_BYTES):
@@ -88,11 +96,11 @@ class Copies:
                 copy.file.close()
             self._copies.clear()
 
-    def _copy(self, path: str, keep_seconds: float) -> _Copy:
+    def _copy(self, path: str, *, is_foreseen: bool) -> _Copy:
         key = path if parse_data_path(path) is not None else object()
         with self._lock:
             known = self._copies.get(key)
-            copying = known or self._copies.setdefault(key, Future())
+            copying = known or self._copies.setdefault(key, _Copying(is_foreseen=is_foreseen))
         if known is None:
             try:
                 copying.set_result(self._download(path))
@@ -101,13 +109,18 @@ class Copies:
                     del self._copies[key]
                 copying.set_exception(error)
                 raise
-        copy = copying.result()
+        try:
+            copy = copying.result()
+        except StorageError:
+            if is_foreseen or not copying.is_foreseen:
+                raise
+            return self._copy(path, is_foreseen=False)  # who asks has a storage deadline of his own
         with self._lock:
             if not copy.file.closed:
-                copy.until = time.monotonic() + keep_seconds
+                copy.until = time.monotonic() + (self._foreseen_seconds if is_foreseen else self._asked_seconds)
                 self._arm()
                 return copy
-        return self._copy(path, keep_seconds)  # it was let go a moment ago
+        return self._copy(path, is_foreseen=is_foreseen)  # it was let go a moment ago
 
     def _download(self, path: str) -> _Copy:
         try:
