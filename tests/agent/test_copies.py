@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from stepfast.errors import ObjectNotFound, StorageFull, StorageUnavailable
-from stepfast.layout import data_path, manifest_path
+from stepfast.layout import CHUNK_BYTES, data_path, manifest_path
 from stepfast.storage import Store, open_store
 from stepfast_sidecar.copies import Copies
+from stepfast_sidecar.persist import UPLOAD_THREADS, JobPersister
 
 FILE = data_path(5, "uid-1", "state", 0, 1)
 DATA = bytes(range(256)) * 1000
-SECONDS = 60
+SECONDS = 30
 
 
 @pytest.fixture
@@ -76,7 +77,8 @@ def make(store: Store, tmp_path: Path) -> Iterator[Callable[..., Copies]]:
     with ThreadPoolExecutor(2) as threads:
 
         def copies(of: Any = store, **settings: Any) -> Copies:
-            made.append(Copies(of, "job", threads, **{"spool_folder": str(tmp_path), **settings}))
+            settings = {"spool_folder": str(tmp_path), **settings}
+            made.append(Copies(of, "job", threads, foresee_threads=threads, **settings))
             return made[-1]
 
         yield copies
@@ -155,6 +157,26 @@ def test_rank_that_asks_is_not_failed_by_what_was_foreseen(
     assert Path(asked.result(SECONDS)[0]).read_bytes() == DATA
 
 
+def test_record_waits_for_nothing_that_is_foreseen(
+    held: HeldStore, callers: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    data = bytes((2 * UPLOAD_THREADS) * CHUNK_BYTES)
+    held.replace(f"job/{FILE}", data)
+    held.replace(f"job/{manifest_path(5)}", b"1")
+    persister = JobPersister(held, "job", spool_folder=str(tmp_path))
+    foreseen = callers.submit(persister.foresee, FILE)
+    assert held.reading.acquire(timeout=SECONDS)
+    try:
+        record = callers.submit(persister.fetch, manifest_path(5)).result(SECONDS)
+        assert Path(record["path"]).read_bytes() == b"1"
+        assert not foreseen.done()
+    finally:
+        held.gate.set()
+    file = callers.submit(persister.fetch, FILE)  # joins it
+    assert Path(file.result(SECONDS)["path"]).stat().st_size == len(data)
+    persister.close()
+
+
 def test_file_of_a_folder_is_read_ahead_to_its_end(tmp_path: Path) -> None:
     folder_store = open_store(tmp_path.as_uri())
     folder_store.replace(f"job/{FILE}", os.urandom(64 << 20))  # more than any device's window
@@ -169,7 +191,7 @@ def test_file_of_a_folder_is_read_ahead_to_its_end(tmp_path: Path) -> None:
 
     _eventually(is_evicted, "the file leaves the page cache")
     with ThreadPoolExecutor(1) as threads:
-        copies = Copies(folder_store, "job", threads)
+        copies = Copies(folder_store, "job", threads, foresee_threads=threads)
         copies.foresee(FILE)
         _eventually(lambda: _cached_bytes(file) == file.stat().st_size, "all of the file is in the page cache")
         copies.close()

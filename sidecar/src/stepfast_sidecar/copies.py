@@ -40,8 +40,9 @@ class _Copying(Future[_Copy]):
 class Copies:
     """Copies are nameless, so that nothing is left behind whoever dies meanwhile. Methods may be called side by side.
 
-    spool_folder: on the disk where they lie; None: the system's folder for temporary files. asked_seconds: how long one
-    stays after it was asked for; foreseen_seconds: how long one that nobody has asked for yet.
+    threads, foresee_threads: which download what is asked for, and what is foreseen. spool_folder: on the disk where
+    they lie; None: the system's folder for temporary files. asked_seconds: how long one stays after it was asked for;
+    foreseen_seconds: how long one that nobody has asked for yet.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class Copies:
         folder: str,
         threads: Executor,
         *,
+        foresee_threads: Executor,
         spool_folder: str | None = None,
         asked_seconds: float = 60.0,
         foreseen_seconds: float = 600.0,
     ) -> None:
-        self._store, self._folder, self._threads, self._spool_folder = store, folder, threads, spool_folder
+        self._store, self._folder, self._spool_folder = store, folder, spool_folder
+        self._threads, self._foresee_threads = threads, foresee_threads
         self._asked_seconds, self._foreseen_seconds = asked_seconds, foreseen_seconds
         self._copies: dict[str | object, _Copying] = {}
         self._lock = threading.Lock()
@@ -103,7 +106,7 @@ class Copies:
             copying = known or self._copies.setdefault(key, _Copying(is_foreseen=is_foreseen))
         if known is None:
             try:
-                copying.set_result(self._download(path))
+                copying.set_result(self._download(path, self._foresee_threads if is_foreseen else self._threads))
             except BaseException as error:
                 with self._lock:
                     del self._copies[key]
@@ -122,13 +125,13 @@ class Copies:
                 return copy
         return self._copy(path, is_foreseen=is_foreseen)  # it was let go a moment ago
 
-    def _download(self, path: str) -> _Copy:
+    def _download(self, path: str, threads: Executor) -> _Copy:
         try:
             file = tempfile.TemporaryFile(prefix="stepfast-fetch-", dir=self._spool_folder)  # noqa: SIM115  # kept
         except OSError as error:  # never ObjectNotFound: a folder that is gone says nothing about the object
             raise StorageUnavailable(f"begin a copy of {path} on this node: {error}") from error
         try:
-            size = download(self._store, join(self._folder, path), file.fileno(), self._threads)
+            size = download(self._store, join(self._folder, path), file.fileno(), threads)
         except BaseException:
             file.close()
             raise
