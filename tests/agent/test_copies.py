@@ -215,6 +215,30 @@ def _eventually(is_so: Callable[[], bool], what: str) -> None:
         threading.Event().wait(0.01)
 
 
+class HalfDeadStore(HeldStore):
+    """The first chunk fails once the second is on its way, which comes a little after the download has failed."""
+
+    reads_under_way = 0
+
+    def read_range(self, path: str, offset: int, buffer: memoryview) -> None:
+        if offset == 0:
+            assert self.reading.acquire(timeout=SECONDS)
+            raise StorageUnavailable(f"read {path}: it is down")
+        self.reads_under_way += 1
+        self.reading.release()
+        self.gate.wait(0.5)
+        self.reads_under_way -= 1
+
+
+def test_download_that_failed_writes_no_more(make: Callable[..., Copies], store: Store) -> None:
+    """A chunk that is still on its way would land in the file that has the descriptor's number next."""
+    store.replace(f"job/{FILE}", bytes(2 * CHUNK_BYTES))
+    half_dead = HalfDeadStore(store)
+    with pytest.raises(StorageUnavailable):
+        make(half_dead).open_path(FILE)
+    assert half_dead.reads_under_way == 0
+
+
 @pytest.mark.parametrize("size_bytes", [2_000_000, 20_000_000], ids=["a chunk", "several"])
 @pytest.mark.parametrize("ask", [Copies.open_path, Copies.foresee], ids=["asked for", "foreseen"])
 def test_full_disk_of_the_node_is_storage_full(

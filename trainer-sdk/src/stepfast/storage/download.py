@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 
 from stepfast.errors import ObjectNotFound
 from stepfast.layout import CHUNK_BYTES
@@ -35,8 +35,12 @@ def download(store: Store, path: str, descriptor: int, executor: Executor) -> in
 
     try:
         os.ftruncate(descriptor, size)
-        for _ in executor.map(fetch, range(0, size, CHUNK_BYTES)):
-            pass
+        fetches = [executor.submit(fetch, begin) for begin in range(0, size, CHUNK_BYTES)]
+        try:
+            for fetched in fetches:
+                fetched.result()
+        finally:  # a chunk on its way would land in the file that has the descriptor's number next
+            wait([fetched for fetched in fetches if not fetched.cancel()])
     except OSError as error:
         raise storage_error(error, f"write a copy of {path} on this machine") from error
     return size
