@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stepfast.errors import ObjectNotFound
-from stepfast.layout import data_path, manifest_path
+from stepfast.errors import ObjectNotFound, StorageFull, StorageUnavailable
+from stepfast.layout import CHUNK_BYTES, data_path, manifest_path
 from stepfast.storage import Store, open_store
 from stepfast_sidecar.copies import Copies
+from stepfast_sidecar.persist import UPLOAD_THREADS, JobPersister
 
 FILE = data_path(5, "uid-1", "state", 0, 1)
 DATA = bytes(range(256)) * 1000
+SECONDS = 30
 
 
 @pytest.fixture
@@ -29,13 +33,52 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     made.close()
 
 
+class HeldStore:
+    """A storage of which rank files are read once `gate` opens; a read that begins while it `is_down` fails then."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.gate = threading.Event()
+        self.is_down = False
+        self.asked, self.reading = threading.Semaphore(0), threading.Semaphore(0)  # calls so far
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def open_file(self, path: str) -> int | None:
+        self.asked.release()
+        return self._store.open_file(path)
+
+    def read_range(self, path: str, offset: int, buffer: memoryview) -> None:
+        if path.endswith(FILE):
+            is_down = self.is_down
+            self.reading.release()
+            assert self.gate.wait(SECONDS)
+            if is_down:
+                raise StorageUnavailable(f"read {path}: it is down")
+        self._store.read_range(path, offset, buffer)
+
+
+@pytest.fixture
+def held(store: Store) -> HeldStore:
+    return HeldStore(store)
+
+
+@pytest.fixture
+def callers(held: HeldStore) -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+        held.gate.set()
+
+
 @pytest.fixture
 def make(store: Store, tmp_path: Path) -> Iterator[Callable[..., Copies]]:
     made = []
     with ThreadPoolExecutor(2) as threads:
 
-        def copies(**settings: float) -> Copies:
-            made.append(Copies(store, "job", threads, spool_folder=str(tmp_path), **settings))
+        def copies(of: Any = store, **settings: Any) -> Copies:
+            settings = {"spool_folder": str(tmp_path), **settings}
+            made.append(Copies(of, "job", threads, foresee_threads=threads, **settings))
             return made[-1]
 
         yield copies
@@ -84,10 +127,7 @@ def test_copy_is_let_go_after_a_while(
     copies.foresee(FILE)
     if is_asked_for:
         copies.open_path(FILE)
-    deadline = time.monotonic() + 30
-    while _held_in(tmp_path):
-        assert time.monotonic() < deadline, "the copy is never let go"
-        threading.Event().wait(0.01)
+    _eventually(lambda: not _held_in(tmp_path), "the copy is let go")
     assert copies.open_path(FILE)[1] == len(DATA)  # made again
 
 
@@ -98,3 +138,124 @@ def test_copy_that_failed_is_tried_again(make: Callable[..., Copies], store: Sto
         copies.foresee(FILE)
     store.replace(f"job/{FILE}", DATA)
     assert Path(copies.open_path(FILE)[0]).read_bytes() == DATA
+
+
+def test_rank_that_asks_is_not_failed_by_what_was_foreseen(
+    make: Callable[..., Copies], held: HeldStore, callers: ThreadPoolExecutor
+) -> None:
+    copies = make(held)
+    held.is_down = True
+    foreseen = callers.submit(copies.foresee, FILE)
+    assert held.asked.acquire(timeout=SECONDS)
+    assert held.reading.acquire(timeout=SECONDS)
+    asked = callers.submit(copies.open_path, FILE)
+    assert held.asked.acquire(timeout=SECONDS)
+    held.is_down = False
+    held.gate.set()
+    with pytest.raises(StorageUnavailable):
+        foreseen.result(SECONDS)
+    assert Path(asked.result(SECONDS)[0]).read_bytes() == DATA
+
+
+def test_record_waits_for_nothing_that_is_foreseen(
+    held: HeldStore, callers: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    data = bytes((2 * UPLOAD_THREADS) * CHUNK_BYTES)
+    held.replace(f"job/{FILE}", data)
+    held.replace(f"job/{manifest_path(5)}", b"1")
+    persister = JobPersister(held, "job", spool_folder=str(tmp_path))
+    foreseen = callers.submit(persister.foresee, FILE)
+    assert held.reading.acquire(timeout=SECONDS)
+    try:
+        record = callers.submit(persister.fetch, manifest_path(5)).result(SECONDS)
+        assert Path(record["path"]).read_bytes() == b"1"
+        assert not foreseen.done()
+    finally:
+        held.gate.set()
+    file = callers.submit(persister.fetch, FILE)  # joins it
+    assert Path(file.result(SECONDS)["path"]).stat().st_size == len(data)
+    persister.close()
+
+
+def test_file_of_a_folder_is_read_ahead_to_its_end(tmp_path: Path) -> None:
+    folder_store = open_store(tmp_path.as_uri())
+    folder_store.replace(f"job/{FILE}", os.urandom(64 << 20))  # more than any device's window
+    file = tmp_path / "job" / FILE
+    if _file_system(file) == "tmpfs":
+        pytest.skip(f"NOT TESTED HERE: a file that is read ahead: {file} lies in memory. Give --basetemp on a disk")
+
+    def is_evicted() -> bool:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return _cached_bytes(file) == 0
+
+    _eventually(is_evicted, "the file leaves the page cache")
+    with ThreadPoolExecutor(1) as threads:
+        copies = Copies(folder_store, "job", threads, foresee_threads=threads)
+        copies.foresee(FILE)
+        _eventually(lambda: _cached_bytes(file) == file.stat().st_size, "all of the file is in the page cache")
+        copies.close()
+    folder_store.close()
+
+
+def _file_system(file: Path) -> str:
+    command = ["stat", "--file-system", "--format=%T", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _cached_bytes(file: Path) -> int:
+    command = ["fincore", "--bytes", "--raw", "--noheadings", "--output=RES", str(file)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def _eventually(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline, f"never: {what}"
+        threading.Event().wait(0.01)
+
+
+class HalfDeadStore(HeldStore):
+    """The first chunk fails once the second is on its way, which comes a little after the download has failed."""
+
+    reads_under_way = 0
+
+    def read_range(self, path: str, offset: int, buffer: memoryview) -> None:
+        if offset == 0:
+            assert self.reading.acquire(timeout=SECONDS)
+            raise StorageUnavailable(f"read {path}: it is down")
+        self.reads_under_way += 1
+        self.reading.release()
+        self.gate.wait(0.5)
+        self.reads_under_way -= 1
+
+
+def test_download_that_failed_writes_no_more(make: Callable[..., Copies], store: Store) -> None:
+    """A chunk that is still on its way would land in the file that has the descriptor's number next."""
+    store.replace(f"job/{FILE}", bytes(2 * CHUNK_BYTES))
+    half_dead = HalfDeadStore(store)
+    with pytest.raises(StorageUnavailable):
+        make(half_dead).open_path(FILE)
+    assert half_dead.reads_under_way == 0
+
+
+@pytest.mark.parametrize("size_bytes", [2_000_000, 20_000_000], ids=["a chunk", "several"])
+@pytest.mark.parametrize("ask", [Copies.open_path, Copies.foresee], ids=["asked for", "foreseen"])
+def test_full_disk_of_the_node_is_storage_full(
+    make: Callable[..., Copies],
+    store: Store,
+    tmpfs: Callable[[str], Path],
+    ask: Callable[[Copies, str], object],
+    size_bytes: int,
+) -> None:
+    store.replace(f"job/{FILE}", bytes(size_bytes))
+    copies = make(spool_folder=str(tmpfs("size=1m")))
+    with pytest.raises(StorageFull, match=FILE):
+        ask(copies, FILE)
+
+
+def test_folder_of_copies_that_is_gone_does_not_say_that_the_object_is(
+    make: Callable[..., Copies], tmp_path: Path
+) -> None:
+    with pytest.raises(StorageUnavailable, match=FILE):
+        make(spool_folder=str(tmp_path / "gone")).open_path(FILE)

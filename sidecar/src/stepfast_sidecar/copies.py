@@ -14,9 +14,12 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from stepfast.errors import StorageError, StorageUnavailable
 from stepfast.layout import join, parse_data_path
 from stepfast.storage.base import Store
 from stepfast.storage.download import download
+
+_READ_AHEAD_BYTES = 128 * 1024  # of a longer range Linux reads the device's window alone, which is often this
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,11 +29,20 @@ class _Copy:
     until: float  # monotonic
 
 
+class _Copying(Future[_Copy]):
+    """A copy, there or on its way."""
+
+    def __init__(self, *, is_foreseen: bool) -> None:
+        super().__init__()
+        self.is_foreseen = is_foreseen
+
+
 class Copies:
     """Copies are nameless, so that nothing is left behind whoever dies meanwhile. Methods may be called side by side.
 
-    spool_folder: on the disk where they lie; None: the system's folder for temporary files. asked_seconds: how long one
-    stays after it was asked for; foreseen_seconds: how long one that nobody has asked for yet.
+    threads, foresee_threads: which download what is asked for, and what is foreseen. spool_folder: on the disk where
+    they lie; None: the system's folder for temporary files. asked_seconds: how long one stays after it was asked for;
+    foreseen_seconds: how long one that nobody has asked for yet.
     """
 
     def __init__(
@@ -39,13 +51,15 @@ class Copies:
         folder: str,
         threads: Executor,
         *,
+        foresee_threads: Executor,
         spool_folder: str | None = None,
         asked_seconds: float = 60.0,
         foreseen_seconds: float = 600.0,
     ) -> None:
-        self._store, self._folder, self._threads, self._spool_folder = store, folder, threads, spool_folder
+        self._store, self._folder, self._spool_folder = store, folder, spool_folder
+        self._threads, self._foresee_threads = threads, foresee_threads
         self._asked_seconds, self._foreseen_seconds = asked_seconds, foreseen_seconds
-        self._copies: dict[str | object, Future[_Copy]] = {}
+        self._copies: dict[str | object, _Copying] = {}
         self._lock = threading.Lock()
         self._sweep: threading.Timer | None = None
 
@@ -57,7 +71,7 @@ class Copies:
         full = join(self._folder, path)
         descriptor = self._store.open_file(full)
         if descriptor is None:
-            copy = self._copy(path, self._asked_seconds)
+            copy = self._copy(path, is_foreseen=False)
             return f"/proc/{os.getpid()}/fd/{copy.file.fileno()}", copy.size_bytes
         try:
             return os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size
@@ -68,10 +82,11 @@ class Copies:
         """Has a rank's file at hand before it is asked for. Raises ObjectNotFound, StorageError."""
         descriptor = self._store.open_file(join(self._folder, path))
         if descriptor is None:
-            self._copy(path, self._foreseen_seconds)
+            self._copy(path, is_foreseen=True)
             return
         try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            for begin in range(0, os.fstat(descriptor).st_size, _READ_AHEAD_BYTES):
+                os.posix_fadvise(descriptor, begin, _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)
 
@@ -84,31 +99,39 @@ class Copies:
                 copy.file.close()
             self._copies.clear()
 
-    def _copy(self, path: str, keep_seconds: float) -> _Copy:
+    def _copy(self, path: str, *, is_foreseen: bool) -> _Copy:
         key = path if parse_data_path(path) is not None else object()
         with self._lock:
             known = self._copies.get(key)
-            copying = known or self._copies.setdefault(key, Future())
+            copying = known or self._copies.setdefault(key, _Copying(is_foreseen=is_foreseen))
         if known is None:
             try:
-                copying.set_result(self._download(path))
+                copying.set_result(self._download(path, self._foresee_threads if is_foreseen else self._threads))
             except BaseException as error:
                 with self._lock:
                     del self._copies[key]
                 copying.set_exception(error)
                 raise
-        copy = copying.result()
+        try:
+            copy = copying.result()
+        except StorageError:
+            if is_foreseen or not copying.is_foreseen:
+                raise
+            return self._copy(path, is_foreseen=False)  # who asks has a storage deadline of his own
         with self._lock:
             if not copy.file.closed:
-                copy.until = time.monotonic() + keep_seconds
+                copy.until = time.monotonic() + (self._foreseen_seconds if is_foreseen else self._asked_seconds)
                 self._arm()
                 return copy
-        return self._copy(path, keep_seconds)  # it was let go a moment ago
+        return self._copy(path, is_foreseen=is_foreseen)  # it was let go a moment ago
 
-    def _download(self, path: str) -> _Copy:
-        file = tempfile.TemporaryFile(prefix="stepfast-fetch-", dir=self._spool_folder)  # noqa: SIM115  # kept
+    def _download(self, path: str, threads: Executor) -> _Copy:
         try:
-            size = download(self._store, join(self._folder, path), file.fileno(), self._threads)
+            file = tempfile.TemporaryFile(prefix="stepfast-fetch-", dir=self._spool_folder)  # noqa: SIM115  # kept
+        except OSError as error:  # never ObjectNotFound: a folder that is gone says nothing about the object
+            raise StorageUnavailable(f"begin a copy of {path} on this node: {error}") from error
+        try:
+            size = download(self._store, join(self._folder, path), file.fileno(), threads)
         except BaseException:
             file.close()
             raise

@@ -31,6 +31,7 @@ from stepfast_sidecar.copies import Copies
 from stepfast_sidecar.slotmaps import SlotDamaged, SlotMaps, SlotRef
 
 UPLOAD_THREADS = 4
+FORESEE_THREADS = 2  # apart: what is uploaded or asked for waits for no chunk of what is foreseen
 FILES_AT_ONCE = 2  # each has its chunks uploaded by the same threads; some stores take a file whole, from memory
 READ_THREADS = 16  # for part records, of which a large gang has thousands: each takes the storage's latency
 _STEPS_AWAITED = 8  # commits whose parts are remembered
@@ -59,7 +60,10 @@ class JobPersister:
         self._uploaders = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stepfast-upload")
         self._files = ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="stepfast-file")
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stepfast-read")
-        self._copies = Copies(store, folder, self._uploaders, spool_folder=spool_folder)
+        self._foreseers = ThreadPoolExecutor(FORESEE_THREADS, thread_name_prefix="stepfast-ahead")
+        self._copies = Copies(
+            store, folder, self._uploaders, foresee_threads=self._foreseers, spool_folder=spool_folder
+        )
         self._slots = SlotMaps()
         self._streams: dict[tuple[int, str, int, str], FileUpload] = {}
         self._parts: dict[tuple[int, str], StepParts] = {}  # the latest asked for last
@@ -256,6 +260,7 @@ class JobPersister:
             self._streams.clear()
         self._files.shutdown(wait=True, cancel_futures=True)
         self._uploaders.shutdown(wait=True, cancel_futures=True)
+        self._foreseers.shutdown(wait=True, cancel_futures=True)
         self._readers.shutdown(wait=True, cancel_futures=True)
         self._copies.close()
         self._store.close()
