@@ -31,7 +31,7 @@ from stepfast_sidecar.copies import Copies
 from stepfast_sidecar.slotmaps import SlotDamaged, SlotMaps, SlotRef
 
 UPLOAD_THREADS = 4
-FORESEE_THREADS = 2  # apart: what is uploaded or asked for waits for no chunk of what is foreseen
+FORESEE_THREADS = UPLOAD_THREADS  # of their own: what is asked for waits for none of them
 FILES_AT_ONCE = 2  # each has its chunks uploaded by the same threads; some stores take a file whole, from memory
 READ_THREADS = 16  # for part records, of which a large gang has thousands: each takes the storage's latency
 _STEPS_AWAITED = 8  # commits whose parts are remembered
