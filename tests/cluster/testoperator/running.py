@@ -36,8 +36,6 @@ async def _connections_closed() -> None:
 
 
 def _has_open_ones(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether any transport of the loop has its socket: nothing public says which there are."""
+    """Whether a transport of the loop has its socket, as asyncio itself looks for it before it warns."""
     transports = (item for item in gc.get_objects() if issubclass(type(item), asyncio.Transport))
-    mine = (transport for transport in transports if getattr(transport, "_loop", None) is loop)
-    sockets = (transport.get_extra_info("socket") for transport in mine)
-    return any(socket is not None and socket.fileno() >= 0 for socket in sockets)
+    return any(getattr(it, "_loop", None) is loop and getattr(it, "_sock", None) is not None for it in transports)
