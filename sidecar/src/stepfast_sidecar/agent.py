@@ -245,15 +245,15 @@ class Agent:
         room = self.rooms.get(job)
         return room.runs[run].sessions.values() if room is not None and run in room.runs else ()
 
-    def foresee(self, launching: Launching, credentials: Mapping[str, str]) -> None:
-        """A launcher says what its ranks will restore. Their hellos may name another storage than its environment does:
-        what the job has here stays as it is, and is theirs alone to change.
+    async def foresee(self, launching: Launching, credentials: Mapping[str, str]) -> None:
+        """Has at hand what a launcher's ranks will restore. Their hellos may name another storage than its environment
+        does: what the job has here stays as it is, and is theirs alone to change.
         """
         if launching.resume_step == 0:
             return
         room = self._room(JobKey.parse(launching.job), launching.storage_uri, credentials)
         if (room.storage_uri, room.credentials) == (launching.storage_uri, credentials):
-            room.foresee(launching)
+            await room.foresee(launching)
 
     def room_for(self, hello: Hello, credentials: Mapping[str, str]) -> Room:
         """The room of a rank's job, with the credentials that its newest pods bring along.
