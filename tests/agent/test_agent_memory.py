@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from stepfast.messages import Expect
-from stepfast.slot import SlotState
+from stepfast.slot import CONTROL_BYTES, SlotState
 
 JOB = "default/train"
 
@@ -163,6 +166,46 @@ def test_slots_that_are_removed_leave_no_memory_behind_although_they_were_persis
     ranks.eventually(lambda: len(agent.slot_files()) == 3, "there are three")
     found = os.statvfs(agent.memory_dir)
     assert (found.f_blocks - found.f_bfree) * found.f_frsize < 3 * 5_000_000 + (2 << 20)
+
+
+def _leave(agent: Any, ranks: Any, rank: Any) -> None:
+    rank.close()
+    ranks.eventually(lambda: not agent.job().ranks[0].alive, "it has left")
+
+
+def test_slot_is_freed_whoever_maps_it_and_the_agent_does_not(new_agent: Callable[..., Any], ranks: Any) -> None:
+    agent = new_agent(memory_limit=300 << 20)
+    gone = agent.join()
+    gone.client.steps()  # its persister runs, and is not to inherit the limit below
+    reserved, descriptor = gone.reserve(1, 256 << 20)
+    with mmap.mmap(descriptor, CONTROL_BYTES + reserved.capacity_bytes) as mapped:
+        mapped[-1] = 7
+        _leave(agent, ranks, gone)
+        # From now on a map of the slot does not fit into what the agent may have.
+        most = psutil.Process(agent.pid).memory_info().vms + (192 << 20)
+        resource.prlimit(agent.pid, resource.RLIMIT_AS, (most, most))
+        _, beside = agent.join(run="uid1-1", rank=1, world_size=2).reserve(1, 100 << 20)
+        os.close(beside)
+        assert os.fstat(descriptor).st_blocks == 0
+        assert mapped[-1] == 0
+    os.close(descriptor)
+    assert "slot-" not in Path(f"/proc/{agent.pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("size", [0, CONTROL_BYTES + 1], ids=["empty", "cut"])
+def test_slot_that_its_rank_cut_short_is_freed_all_the_same(
+    new_agent: Callable[..., Any], ranks: Any, size: int
+) -> None:
+    agent = new_agent(memory_limit=50 << 20)
+    gone = agent.join()
+    _, descriptor = gone.reserve(1, 30 << 20)
+    os.ftruncate(descriptor, size)
+    _leave(agent, ranks, gone)
+    _, beside = agent.join(run="uid1-1", rank=1, world_size=2).reserve(1, 30 << 20)
+    os.close(beside)
+    assert os.fstat(descriptor).st_blocks == 0
+    os.close(descriptor)
+    assert [path.parent.name for path in agent.slot_files()] == ["00001"]
 
 
 def test_rank_that_dies_while_its_slots_are_made_leaves_no_slot_behind(new_agent: Any, ranks: Any) -> None:

@@ -245,14 +245,18 @@ class Agent:
         room = self.rooms.get(job)
         return room.runs[run].sessions.values() if room is not None and run in room.runs else ()
 
-    def foresee(self, launching: Launching, credentials: Mapping[str, str]) -> None:
-        """A launcher says what its ranks will restore. Raises ProtocolError when the job has another storage here."""
-        room = self.room_for(launching, credentials)
-        if launching.resume_step != 0:
-            room.foresee(launching)
+    async def foresee(self, launching: Launching, credentials: Mapping[str, str]) -> None:
+        """Has at hand what a launcher's ranks will restore. Their hellos may name another storage than its environment
+        does: what the job has here stays as it is, and is theirs alone to change.
+        """
+        if launching.resume_step == 0:
+            return
+        room = self._room(JobKey.parse(launching.job), launching.storage_uri, credentials)
+        if (room.storage_uri, room.credentials) == (launching.storage_uri, credentials):
+            await room.foresee(launching)
 
-    def room_for(self, hello: Hello | Launching, credentials: Mapping[str, str]) -> Room:
-        """The room of a rank's or launcher's job, with the credentials that its newest pods bring along.
+    def room_for(self, hello: Hello, credentials: Mapping[str, str]) -> Room:
+        """The room of a rank's job, with the credentials that its newest pods bring along.
 
         Raises ProtocolError when the job is known with another storage.
         """

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import mmap
 import os
 import re
 import shutil
@@ -27,6 +26,7 @@ from stepfast.errors import AgentError, MemoryBudgetTooSmall, SpecError
 from stepfast.layout import CHUNK_BYTES
 from stepfast.slot import CONTROL_BYTES, ControlPage, SlotState, agent_record, read_control
 from stepfast.step import JobKey
+from stepfast.storage.blocks import free_blocks
 from stepfast.tensorfile import PAGE
 
 MAX_SLOTS = 3  # one is persisted, one is the newest whole step, one is written
@@ -135,8 +135,9 @@ def _lock(root: Path) -> int:
 
 def _empty(path: Path) -> None:
     """Gives all pages of the file back: they would live on with a mapping. Whoever reads them finds zeros."""
-    with open(path, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0) as mapped:
-        mapped.madvise(mmap.MADV_REMOVE)
+    with open(path, "r+b", buffering=0) as file:
+        pages = -(-os.fstat(file.fileno()).st_size // PAGE)  # of part of a page nothing is freed
+        free_blocks(file.fileno(), pages * PAGE)
 
 
 class MemoryTier:
@@ -190,7 +191,7 @@ class MemoryTier:
 
     def remove(self, slot: SlotFile) -> None:
         """Frees the slot's memory, whoever still maps it."""
-        with contextlib.suppress(OSError, ValueError):  # its rank may have cut it short
+        with contextlib.suppress(OSError):  # its rank may have cut it short
             _empty(slot.path)
         slot.path.unlink(missing_ok=True)
         self.give_back(slot.size_bytes)

@@ -125,7 +125,7 @@ class PersisterProcess:
                 if self._deaths:
                     await asyncio.sleep(_RESTART_SECONDS[min(self._deaths, len(_RESTART_SECONDS)) - 1])
                 environment = self._environment
-                self._process = await asyncio.create_subprocess_exec(
+                process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     *("-m", "stepfast_sidecar.persister"),
                     *self._arguments,
@@ -136,9 +136,14 @@ class PersisterProcess:
                     env=environment,
                     start_new_session=True,  # a signal to the agent's group is the agent's to handle, in order
                 )
-                self._reader = asyncio.create_task(self._read(self._process), name="persister-reader")
+                if self.is_closed:  # meanwhile
+                    process.kill()
+                    await process.wait()
+                    raise PersisterLost("the agent ends")
+                self._process = process
+                self._reader = asyncio.create_task(self._read(process), name="persister-reader")
                 if environment is not self._environment:  # it changed meanwhile
-                    self._process.kill()
+                    process.kill()
             return self._process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:

@@ -44,6 +44,7 @@ class Door:
         self.volume = volume
         self.launch = 0  # of torchrun within the pod: the newest whose ranks said hello
         self.local_world_size: int | None = None
+        self.is_foreseeing = False
         self._listener, self._meet, self._left = listener, meet, left
         self._peers: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept(), name="door")
@@ -106,7 +107,7 @@ class Reception:
                 await serve_rank(self._agent, peer, hello, messages, door.volume)
                 return
             if isinstance(first, Launching):
-                self._foresee(first, door.volume)
+                await self._foresee(first, door)
                 return
             self._supervise(peer, door, first)
             async for message in messages:
@@ -120,11 +121,24 @@ class Reception:
             self._agent.unwatch(peer)
             peer.dispose()
 
-    def _foresee(self, launching: Launching, volume: Volume | None) -> None:
-        reason = tenants.refusal(launching, volume, self._rules) if volume is not None else None
+    async def _foresee(self, launching: Launching, door: Door) -> None:
+        """Lasts as long as the work, so that all that limits and ends a pod's connections does so with that, too."""
+        volume = door.volume
+        if volume is None:
+            await self._agent.foresee(launching, {})
+            return
+        reason = tenants.refusal(launching, volume, self._rules)
         if reason is not None:
             raise ProtocolError(reason)
-        self._agent.foresee(launching, volume.credentials if volume is not None else {})
+        if launching.ranks > _POD_CONNECTIONS:
+            raise ProtocolError(f"{volume.owner}: more ranks than the {_POD_CONNECTIONS} that it may have here")
+        if door.is_foreseeing:
+            return  # a pod has one launcher, which says it once
+        door.is_foreseeing = True
+        try:
+            await self._agent.foresee(launching, volume.credentials)
+        finally:
+            door.is_foreseeing = False
 
     def _supervise(self, peer: Peer, door: Door, message: Message) -> None:
         if door.volume is not None:

@@ -152,11 +152,8 @@ class Room:
             for step in run.flow.uncommitted_parts():
                 self._commits.start(run, step)
 
-    def foresee(self, launching: Launching) -> None:
+    async def foresee(self, launching: Launching) -> None:
         """Ranks are about to start: what they will restore and memory does not hold is fetched meanwhile."""
-        self._tasks.start(self._foresee(launching), "foresee")
-
-    async def _foresee(self, launching: Launching) -> None:
         step, first, ranks = launching.resume_step, launching.first_rank, launching.ranks
         with contextlib.suppress(PersisterLost, RequestFailed):  # the ranks will hear of it, should it last
             found = await self.persister.request("restorable", step=step, first_rank=first, ranks=ranks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from stepfast.errors import UploadLost
 from stepfast.storage.base import Probe
+from stepfast.storage.blocks import reserve_blocks
 from stepfast.storage.chunks import ChunkLedger
 from stepfast.storage.faults import storage_error
 from stepfast.storage.localfile import remove_quietly, sync_folder, temp_path, write_at
@@ -171,13 +171,9 @@ def _open_direct(path: Path) -> int | None:
 def _reserve(descriptor: int, size_bytes: int) -> None:
     """Blocks for the whole file, where the file system can give them before they are written; raises OSError when it
     has not so many. ext4 lets one thread at a time write past the page cache where a file has none yet.
-
-    Not posix_fallocate: where the file system cannot, the C library writes every block instead.
     """
-    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if function is None or size_bytes == 0:
-        return
-    if function(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)) != 0:
-        code = ctypes.get_errno()
-        if code not in _NO_RESERVE:
-            raise OSError(code, os.strerror(code))
+    try:
+        reserve_blocks(descriptor, size_bytes)
+    except OSError as error:
+        if error.errno not in _NO_RESERVE:
+            raise
