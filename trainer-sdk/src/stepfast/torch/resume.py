@@ -132,8 +132,10 @@ class Resumer:
             self.is_half_restored = self.is_half_restored or has_touched()
         try:
             told = self._gang.exchange(topic, f"{_TOUCHED if has_touched() else ''}{verdict}")
-        except GangError as error:
-            raise failure or error from error
+        except GangError:
+            if failure is not None:
+                raise failure  # noqa: B904 - the gang's is its context
+            raise
         self.is_half_restored = self.is_half_restored or any(text.startswith(_TOUCHED) for text in told)
         if failure is not None:
             raise failure
