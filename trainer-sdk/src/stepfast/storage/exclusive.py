@@ -9,12 +9,12 @@ import fcntl
 import os
 from pathlib import Path
 
+from stepfast.storage.localfile import NO_SUCH_THING
+
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
-# What file systems without hard links (FAT, many of FUSE) say to one, and kernels without the call to the
-# other.
+# What file systems without hard links (FAT, many of FUSE) say to one.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
-_NO_RENAME = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 def place_exclusively(temp: Path, target: Path) -> bool:
@@ -56,7 +56,7 @@ def _rename(temp: Path, target: Path) -> bool | None:
     code = ctypes.get_errno()
     if code == errno.EEXIST:
         return False
-    if code in _NO_RENAME:
+    if code in NO_SUCH_THING:
         return None
     raise OSError(code, os.strerror(code), str(target))
 

@@ -10,9 +10,8 @@ import secrets
 from pathlib import Path
 
 _MAX_NAME_BYTES = 200  # of the object's name in the temporary one, so that the latter stays below 255
-_NO_FOLDER_SYNC = frozenset(
-    {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
-)  # some of FUSE and CIFS: no such thing there
+NO_SUCH_THING = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+"""What kernels and file systems (some of FUSE and CIFS) say to a call that they do not have."""
 
 
 def temp_path(target: Path) -> Path:
@@ -72,7 +71,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:
+        if error.errno not in NO_SUCH_THING:
             raise
     finally:
         os.close(descriptor)

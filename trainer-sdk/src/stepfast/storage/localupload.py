@@ -14,10 +14,9 @@ from stepfast.storage.base import Probe
 from stepfast.storage.blocks import reserve_blocks
 from stepfast.storage.chunks import ChunkLedger
 from stepfast.storage.faults import storage_error
-from stepfast.storage.localfile import remove_quietly, sync_folder, temp_path, write_at
+from stepfast.storage.localfile import NO_SUCH_THING, remove_quietly, sync_folder, temp_path, write_at
 from stepfast.storage.retry import Attempt, Retry
 
-_NO_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 ALIGNMENT_BYTES = 4096  # enough for every file system that accepts O_DIRECT; memory pages have it by nature
 
 
@@ -175,5 +174,5 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
     try:
         reserve_blocks(descriptor, size_bytes)
     except OSError as error:
-        if error.errno not in _NO_RESERVE:
+        if error.errno not in NO_SUCH_THING:
             raise
