@@ -34,7 +34,7 @@ from benchmarks.results import RESULTS, add_record
 from benchmarks.stores import blob, headline, slowstore
 from benchmarks.stores.blob import measure_uploads
 from benchmarks.stores.headline import measure_headline
-from benchmarks.stores.slowstore import measure_slow_blob, measure_slow_disk
+from benchmarks.stores.slowstore import SlowStore, measure_slow_blob, measure_slow_disk
 
 OURS = "stepfast"
 LIMIT = "plain_copy"
@@ -69,8 +69,9 @@ class Plan:
     blob_rounds: int
     headline: Sequence[Cell]
     headline_rounds: int
-    slow_store: Asked
-    slow_store_bytes_per_second: int
+    slow_blob: SlowStore
+    slow_disk: SlowStore
+    slow_disk_others: Sequence[str]
     load: Load
     recoveries: int
 
@@ -95,8 +96,9 @@ FULL = Plan(
     blob_rounds=3,
     headline=headline.CELLS,
     headline_rounds=2,
-    slow_store=Asked(cell=slowstore.CELL, others=ASYNCHRONOUS),
-    slow_store_bytes_per_second=slowstore.BYTES_PER_SECOND,
+    slow_blob=slowstore.BLOB,
+    slow_disk=slowstore.DISK,
+    slow_disk_others=ASYNCHRONOUS,
     load=Load(),
     recoveries=6,
 )
@@ -125,7 +127,7 @@ CORE = replace(
     repeats=2,
     blob_sizes=blob.SIZES[:2],
     headline_rounds=1,
-    slow_store=replace(FULL.slow_store, others=_STRONGEST),
+    slow_disk_others=_STRONGEST,
     load=Load(phases=4),
     recoveries=3,
 )
@@ -147,8 +149,9 @@ QUICK = Plan(
     blob_rounds=1,
     headline=headline.QUICK_CELLS,
     headline_rounds=1,
-    slow_store=Asked(cell=slowstore.QUICK_CELL, others=ASYNCHRONOUS),
-    slow_store_bytes_per_second=slowstore.QUICK_BYTES_PER_SECOND,
+    slow_blob=slowstore.QUICK_BLOB,
+    slow_disk=slowstore.QUICK_DISK,
+    slow_disk_others=ASYNCHRONOUS,
     load=load.QUICK,
     recoveries=2,
 )
@@ -190,9 +193,8 @@ def _on_blob(plan: Plan, results: Path) -> Iterator[_Entry]:
     yield "blob", OURS, partial(measure_uploads, plan.blob_sizes, plan.blob_rounds, results)
     for cell in headline.cells(plan.headline, rounds=plan.headline_rounds):
         yield "headline", cell.peer, partial(measure_headline, replace(cell, results=results))
-    slow, rate = replace(plan.slow_store.cell, results=results), plan.slow_store_bytes_per_second
-    yield "slow_store", slow.peer, partial(measure_slow_blob, slow, rate)
-    yield "slow_store", OURS, partial(measure_slow_disk, slow, rate, (OURS, *plan.slow_store.others))
+    yield "slow_store", plan.slow_blob.cell.peer, partial(measure_slow_blob, plan.slow_blob, results)
+    yield "slow_store", OURS, partial(measure_slow_disk, plan.slow_disk, results, (OURS, *plan.slow_disk_others))
     yield "load", OURS, partial(measure_load, plan.load, results)
 
 

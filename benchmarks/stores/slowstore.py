@@ -12,7 +12,7 @@ import io
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +32,40 @@ from stepfast.layout import HISTORIES, job_folder, join
 from stepfast.step import JobKey
 from stepfast.storage import Store, open_store
 
-# A little faster than the store: each save finds the one before it on its way, and three slots are enough.
-CELL = Cell(peer="stepfast_blob", layout="gpt:1", saves=8, interval_seconds=7.0, time_limit_seconds=400)
-QUICK_CELL = replace(CELL, layout="gpt:0.03", saves=6, interval_seconds=0.5, time_limit_seconds=90)
-BYTES_PER_SECOND = 128 * MIB  # a GiB takes eight seconds
-QUICK_BYTES_PER_SECOND = 16 * MIB
 PEERS_ON_DISK = ("stepfast", *ASYNCHRONOUS)
 _FILES_KEPT = 12  # steps that the disk has room for: whoever removes none has room for all of its saves
 
 
-def measure_slow_blob(cell: Cell, bytes_per_second: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowStore:
+    """How many bytes a second it takes, and saves that come a tenth faster: each finds the one before it on its way,
+    and three slots are enough.
+    """
+
+    bytes_per_second: int
+    cell: Cell
+
+
+_SAVES = Cell(peer="stepfast", layout="gpt:1", saves=8, time_limit_seconds=400)
+DISK = SlowStore(bytes_per_second=128 * MIB, cell=replace(_SAVES, interval_seconds=7.0))  # a GiB takes eight seconds
+# So slow that the link is what takes the time, not Azurite, which shares the processors with training.
+BLOB = SlowStore(bytes_per_second=64 * MIB, cell=replace(_SAVES, peer="stepfast_blob", interval_seconds=14.0))
+_QUICK_SAVES = replace(_SAVES, layout="gpt:0.03", saves=6, interval_seconds=0.5, time_limit_seconds=90)
+QUICK_DISK = SlowStore(bytes_per_second=16 * MIB, cell=_QUICK_SAVES)
+QUICK_BLOB = replace(QUICK_DISK, cell=replace(_QUICK_SAVES, peer="stepfast_blob"))
+
+
+def measure_slow_blob(slow: SlowStore, results: Path) -> None:
     """Adds a `slow_store` record of saves to Azurite behind a slow link, and of what was committed in the end."""
+    rate = slow.bytes_per_second
     with tempfile.TemporaryDirectory(prefix="bench-azurite-") as folder:
         with (
             running_azurite(Path(folder)) as azurite,
-            slow_link(azurite.port, bytes_per_second=bytes_per_second) as link,
+            slow_link(azurite.port, bytes_per_second=rate) as link,
             new_container(azurite, link.port) as container,
         ):
-            _measure_to_blob(cell, azurite=azurite, container=container, bytes_per_second=bytes_per_second)
+            cell = replace(slow.cell, results=results)
+            _measure_to_blob(cell, azurite=azurite, container=container, bytes_per_second=rate)
 
 
 @measuring("slow_store")
@@ -79,19 +95,19 @@ def _stored(store: Store, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def measure_slow_disk(cell: Cell, bytes_per_second: int, peers: Sequence[str] = PEERS_ON_DISK) -> None:
+def measure_slow_disk(slow: SlowStore, results: Path, peers: Sequence[str] = PEERS_ON_DISK) -> None:
     """Adds `slow_store` records of this project's saves and its peers' to a slow disk; or ones that say why not."""
     if reason := unlimited_reason():
         for peer in peers:
-            add_record("slow_store", results=cell.results, peer=peer, store="disk", status="missing", error=reason)
+            add_record("slow_store", results=results, peer=peer, store="disk", status="missing", error=reason)
         return
-    size = _FILES_KEPT * size_of(state_of(cell.layout)) + 64 * MIB
+    rate, size = slow.bytes_per_second, _FILES_KEPT * size_of(state_of(slow.cell.layout)) + 64 * MIB
     for peer in peers:
         try:
-            with slow_disk(WORK, size, bytes_per_second) as folder:
-                _measure_to_disk(replace(cell, peer=peer, work=folder), bytes_per_second=bytes_per_second)
+            with slow_disk(WORK, size, rate) as folder:
+                _measure_to_disk(replace(slow.cell, peer=peer, results=results, work=folder), bytes_per_second=rate)
         except OSError as error:
-            add_record("slow_store", results=cell.results, peer=peer, store="disk", status="failed", error=str(error))
+            add_record("slow_store", results=results, peer=peer, store="disk", status="failed", error=str(error))
 
 
 @measuring("slow_store")
@@ -111,13 +127,11 @@ def main() -> None:
     parser.add_argument("--store", choices=("blob", "disk"), action="append", help="repeatable (default: both)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    cell = replace(QUICK_CELL if arguments.quick else CELL, results=arguments.results)
-    rate = QUICK_BYTES_PER_SECOND if arguments.quick else BYTES_PER_SECOND
     stores = arguments.store or ("blob", "disk")
     if "blob" in stores:
-        measure_slow_blob(cell, rate)
+        measure_slow_blob(QUICK_BLOB if arguments.quick else BLOB, arguments.results)
     if "disk" in stores:
-        measure_slow_disk(cell, rate)
+        measure_slow_disk(QUICK_DISK if arguments.quick else DISK, arguments.results)
 
 
 if __name__ == "__main__":
