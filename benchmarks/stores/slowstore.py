@@ -38,14 +38,13 @@ _FILES_KEPT = 12  # steps that the disk has room for: whoever removes none has r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowStore:
-    """How many bytes a second it takes, and saves that come a tenth faster: each finds the one before it on its way,
-    and three slots are enough.
-    """
+    """How many bytes a second it takes, and saves that come faster than that."""
 
     bytes_per_second: int
     cell: Cell
 
 
+# A tenth faster than the store: each save finds the one before it on its way, and three slots are enough.
 _SAVES = Cell(peer="stepfast", layout="gpt:1", saves=8, time_limit_seconds=400)
 DISK = SlowStore(bytes_per_second=128 * MIB, cell=replace(_SAVES, interval_seconds=7.0))  # a GiB takes eight seconds
 # So slow that the link is what takes the time, not Azurite, which shares the processors with training.
