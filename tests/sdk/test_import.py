@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,17 @@ def test_import_takes_less_than_fifty_milliseconds() -> None:
         return sum(int(line[1]) for line in lines if len(line) == 3 and line[2].strip() == "stepfast") / 1000
 
     assert 0.0 < min(once() for _ in range(5)) < 50.0  # the others met a busy machine
+
+
+def test_numpys_generator_is_not_imported_for_a_script_that_draws_nothing_from_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, numpy, torch; from stepfast.torch import Checkpointer; "
+        f"made = dict(storage_uri={tmp_path.as_uri()!r}, interval=None, state={{'a': torch.ones(3)}}); "
+        "checkpointer = Checkpointer(**made); checkpointer.save(1); checkpointer.close(); "
+        "assert Checkpointer(**made).restore() == 1; print('numpy.random' in sys.modules)"
+    )
+
+    assert fresh(code).stdout.split() == ["False"]
 
 
 def test_names_of_the_package_are_there_when_asked_for() -> None:

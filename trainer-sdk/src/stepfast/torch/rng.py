@@ -1,4 +1,8 @@
-"""The random generators of a process, as plain values: Python's, NumPy's, torch's and CUDA's."""
+"""The random generators of a process, as plain values: Python's, NumPy's, torch's and CUDA's.
+
+NumPy's and CUDA's only once they are in use: what nobody has drawn from or seeded has no state to go on from, and to
+import `numpy.random`, which NumPy itself does when it is first asked for, takes as long as reading 100 MiB back.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ import torch
 
 
 def get_rng_state() -> dict[str, Any]:
-    """The states of all generators of this process. CUDA's only once CUDA is in use."""
+    """The states of all generators of this process that are in use."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {"version": version, "state": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
         "torch": torch.get_rng_state(),
     }
-    if "numpy" in sys.modules:
+    if "numpy.random" in sys.modules:
         import numpy as np
 
         legacy: Any = np.random.get_state(legacy=True)
