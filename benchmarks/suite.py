@@ -23,6 +23,7 @@ from benchmarks.cells import (
     measure_restores,
     measure_saves,
 )
+from benchmarks.controls import QUICK_SIZES, SIZES, measure_controls
 from benchmarks.gangs import load
 from benchmarks.gangs.ddp import WAYS, measure_gang
 from benchmarks.gangs.load import Load, measure_load
@@ -46,10 +47,15 @@ _OTHERS_BETWEEN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A question's cell, and who answers it beside this project."""
+    """A question's cell, and who answers it beside this project; where they take long, with fewer saves."""
 
     cell: Cell
     others: Sequence[str]
+    others_saves: int | None = None
+
+    def cell_of(self, peer: str) -> Cell:
+        saves = self.cell.saves if peer == OURS else (self.others_saves or self.cell.saves)
+        return replace(self.cell, peer=peer, saves=saves)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,8 @@ class Plan:
     slow_disk_others: Sequence[str]
     load: Load
     recoveries: int
+    control_sizes: Sequence[int]
+    controls: int
 
 
 _GIB_1 = Cell(peer=OURS, layout="gpt:1", saves=6)
@@ -83,7 +91,11 @@ _SMALL = Cell(peer=OURS, layout="small:20000", saves=6)
 _ALL = (*OTHERS, LIMIT)
 
 FULL = Plan(
-    saves=[Asked(cell=cell, others=_ALL) for cell in (_GIB_1, _SMALL, _GIB_4)],
+    saves=[
+        Asked(cell=_GIB_1, others=_ALL),
+        Asked(cell=_SMALL, others=_ALL),
+        Asked(cell=_GIB_4, others=_ALL, others_saves=3),
+    ],
     back_to_back=[Asked(cell=cell, others=ASYNCHRONOUS) for cell in (_GIB_1, _SMALL)],
     memory=[Asked(cell=replace(_GIB_1, saves=3), others=OTHERS)],
     restores=[Asked(cell=cell, others=FORMATS) for cell in (_GIB_1, _SMALL, _GIB_4)],
@@ -101,6 +113,8 @@ FULL = Plan(
     slow_disk_others=ASYNCHRONOUS,
     load=Load(),
     recoveries=6,
+    control_sizes=SIZES,
+    controls=3,
 )
 
 _STRONGEST = ("dlrover", "nvrx")
@@ -130,6 +144,7 @@ CORE = replace(
     slow_disk_others=_STRONGEST,
     load=Load(phases=4),
     recoveries=3,
+    controls=1,
 )
 """The main cells, in about half an hour: every question, but only the strongest peers and fewer samples."""
 
@@ -154,11 +169,13 @@ QUICK = Plan(
     slow_disk_others=ASYNCHRONOUS,
     load=load.QUICK,
     recoveries=2,
+    control_sizes=QUICK_SIZES,
+    controls=1,
 )
 
 KINDS = (
     "save", "back_to_back", "memory", "restore", "kill", "corrupt", "ddp", "blob", "headline", "slow_store", "load",
-    "recovery",
+    "recovery", "control",
 )  # fmt: skip
 
 
@@ -167,7 +184,7 @@ def measurements(plan: Plan, results: Path) -> Iterator[tuple[str, str, Callable
 
     def of(kind: str, measure: Callable[[Cell], None], asked: Asked, peers: Iterable[str]) -> Iterator[_Entry]:
         for peer in peers:
-            yield kind, peer, partial(measure, replace(asked.cell, peer=peer, results=results))
+            yield kind, peer, partial(measure, replace(asked.cell_of(peer), results=results))
 
     for asked in plan.saves:
         yield from of("save", measure_saves, asked, interleaved(asked.others))
@@ -186,6 +203,7 @@ def measurements(plan: Plan, results: Path) -> Iterator[tuple[str, str, Callable
     yield from _on_blob(plan, results)
     for ranks in (1, 2):
         yield "recovery", OURS, partial(measure_recoveries, ranks, plan.recoveries, results)
+    yield "control", OURS, partial(measure_controls, plan.control_sizes, plan.controls, results=results)
 
 
 def _on_blob(plan: Plan, results: Path) -> Iterator[_Entry]:

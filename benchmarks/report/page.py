@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from benchmarks.report import (
     asked,
+    controls,
     headlines,
     loads,
     markdown,
@@ -49,6 +50,7 @@ def page_of(found: Measurements, expected: Expected, charts: Mapping[str, Chart]
         ("Training time lost, saving to Azurite", _HEADLINE, headlines.table(found)),
         ("Several jobs, and a storage that hangs for one", _LOAD, loads.table(found)),
         ("A recovery on one machine", _RECOVERY, recoveries.tables(found)),
+        ("The machine alone", _CONTROL, controls.lines(found)),
     ):
         lines += ["", f"### {title}", "", words, "", *table]
     lines += _failures(found)
@@ -99,6 +101,10 @@ _LOAD = (
 _RECOVERY = (
     "From the death of a rank to the first new step; beside it the same script from nothing to its first step, under a "
     "bare Python (the limit) and under torchrun. Medians of the moments; where several ranks have one, the latest."
+)
+_CONTROL = (
+    "The same work with nothing of ours in it: shared memory is filled, left alone for a while, and read by one thread "
+    "into one small buffer; and a file is written. Medians."
 )
 
 

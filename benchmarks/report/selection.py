@@ -26,6 +26,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "blob": ("size_bytes",),
     "recovery": ("ranks",),  # its ways are measured side by side
     "load": (),
+    "control": ("what", "size_bytes"),
     "headline": ("peer", "layout", "ranks"),
     "goodput": ("trace", "system", "policy", "node_lost"),
     "scale": ("nodes", "is_flush"),

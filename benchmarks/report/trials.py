@@ -58,7 +58,7 @@ def gang_table(found: Measurements, expected: Expected) -> list[str]:
 
 
 def blob_table(found: Measurements) -> list[str]:
-    """Uploads to Azurite, way by way, the best of each size in bold."""
+    """Uploads to Azurite, way by way, the best of each size in bold; then whose processor time it took."""
     sizes = blobs.medians_of(found)
     failed = [reason_of(one) for one in found.of("blob") if is_failed(one)]
     missing = [f"{way}: {why}" for one in found.of("blob") for way, why in (one.get("missing") or {}).items()]
@@ -68,7 +68,22 @@ def blob_table(found: Measurements) -> list[str]:
     ways = _ours_first({way for medians in sizes.values() for way in medians})
     columns = [_rates(bytes_, [medians.get(way) for way in ways]) for bytes_, medians in sizes.items()]
     rows = [list(row) for row in zip(ways, *columns, strict=True)]
-    return [*markdown.table(("way", *(f"{size(bytes_)}, s" for bytes_ in sizes)), rows), *notes.lines()]
+    header = ("way", *(f"{size(bytes_)}, s" for bytes_ in sizes))
+    return [*markdown.table(header, rows), *_processors(found, ways), *notes.lines()]
+
+
+def _processors(found: Measurements, ways: Sequence[str]) -> list[str]:
+    sides = [blobs.processors_of(found, who) for who in ("client", "server")]
+    sizes = [bytes_ for bytes_, medians in sides[0].items() if medians]
+    if not sizes:
+        return []
+    taken = [[[side[bytes_].get(way) for side in sides] for bytes_ in sizes] for way in ways]
+    rows = [
+        [way, *(" + ".join(markdown.NONE if one is None else number(one) for one in cell) for cell in cells)]
+        for way, cells in zip(ways, taken, strict=True)
+    ]
+    header = ("processor time: the sender's + Azurite's", *(f"{size(bytes_)}, s" for bytes_ in sizes))
+    return ["", *markdown.table(header, rows)]
 
 
 def _rates(bytes_: int, taken: Sequence[float | None]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.report import asked, blobs, headlines, loads, markdown, peers, recoveries, slowstores, trials
+from benchmarks.report import asked, blobs, controls, headlines, loads, markdown, peers, recoveries, slowstores, trials
 from benchmarks.report.__main__ import write_report
 from benchmarks.report.goals import Goal, goals_of
 from benchmarks.report.layouts import Layouts
@@ -303,6 +303,28 @@ def test_uploads_are_held_against_the_fastest_of_others() -> None:
     assert row_of("Uploaded to Azurite", record)[4] == "reached"
     row = row_of("Persisted to Azurite", record)
     assert (row[1], row[4]) == ("adlfs_8 341 MiB/s", "**not reached**")
+
+
+def test_uploads_say_whose_processor_time_they_took() -> None:
+    sample = {"seconds": 1.0, "client_processor_seconds": 0.25, "server_processor_seconds": 1.5}
+    record = {"kind": "blob", "size_bytes": 2**30, "samples": {"adlfs": [sample], "stepfast_store": [{"seconds": 1.0}]}}
+    table = trials.blob_table(select([record]))
+    assert "| processor time: the sender's + Azurite's | 1.00 GiB, s |" in table
+    assert "| adlfs | 0.250 + 1.50 |" in table
+    assert "| stepfast_store | — + — |" in table
+
+
+def test_machine_alone_shows_how_much_slower_a_first_read_is() -> None:
+    reads = [[[0.001] * 19 + [0.081], [0.002] * 20, [0.001] * 20]] * 3
+    writes = [{"seconds": 2.0, "lost_seconds": lost} for lost in (-0.1, 0.1, 0.2)]
+    records = [
+        {"kind": "control", "what": "read", "size_bytes": 2**30, "reads": reads},
+        {"kind": "control", "what": "write", "size_bytes": 2**30, "writes": writes},
+    ]
+    lines = controls.lines(select(records))
+    assert lines[2] == "| 1.00 GiB | 0.100 | 0.0200 | 5.00 × | 1.00 | 81.0 | 81.0 % |"
+    assert "takes 2.00 s, of which the training loop beside it loses 5.0 % (from -5.0 % to 10.0 %, n=3)." in lines[-1]
+    assert controls.lines(select([])) == ["not measured: no record of the kind `control`."]
 
 
 @pytest.mark.parametrize(("peer", "persist"), [("stepfast", "10.0"), ("nvrx", "10.0"), ("torch_save", "1.50")])
