@@ -5,7 +5,7 @@ pods get. RBAC is opened wide here, so that what refuses is the policy.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,14 @@ def client_of(server: KubernetesClient, tmp_path: Path) -> Client:
         kubeconfig.write_text(json.dumps(settings))
         return KubernetesClient(kubeconfig, server.binaries)
 
-    # Policies are taken up by a watch of the API server: the first answers may come before that.
-    wait_until("the policies are in force", lambda: _refuses(lambda: _create(make(chart.SIDECAR, None), "own")))
+    # Policies are taken up by a watch of the API server: the first answers may come before that. Asked without writing,
+    # because what an API server takes before that would be there when a test makes it.
+    for account in (chart.SIDECAR, chart.OPERATOR):
+        unnamed = make(account, None)
+        wait_until(
+            f"the policy of {account} is in force",
+            lambda client=unnamed: _refuses(lambda: _create(client, "own", options=["--dry-run=server"])),
+        )
     return make
 
 
@@ -172,8 +178,10 @@ def _report(node: str, requests: list[dict[str, str]] | None = None) -> dict[str
     return report
 
 
-def _create(client: KubernetesClient, node: str, requests: list[dict[str, str]] | None = None) -> None:
-    client.kubectl("create", "-f", "-", stdin=json.dumps(_report(node, requests)))
+def _create(
+    client: KubernetesClient, node: str, requests: list[dict[str, str]] | None = None, *, options: Sequence[str] = ()
+) -> None:
+    client.kubectl("create", *options, "-f", "-", stdin=json.dumps(_report(node, requests)))
 
 
 def _patch(client: KubernetesClient, node: str, change: dict[str, Any], *options: str) -> None:
