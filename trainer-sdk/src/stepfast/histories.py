@@ -35,7 +35,8 @@ class SaveRow:
     world_size: int
 
     def cells(self) -> list[str]:
-        duration = self.duration_seconds
+        # As it is written, so that the throughput beside it is that of the row's own figures.
+        duration = None if self.duration_seconds is None else round(self.duration_seconds, 6)
         throughput = f"{self.size_bytes / 1e6 / duration:.3f}" if duration else ""
         return [
             str(self.global_step), self.run, self.outcome,
