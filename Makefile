@@ -9,12 +9,12 @@ DEMO := .stepfast/demo
 
 venv: $(READY)
 
-# Bytecode is made at once: where nothing may write it later, each process of a gang would compile all of torch anew.
+# DeepSpeed's operators are not built here: it builds what is used. Bytecode is made at once: where nothing may write it later, each process of a gang would compile all of torch anew.
 $(READY): constraints.txt requirements-dev.in trainer-sdk/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode --constraint constraints.txt \
+	DS_BUILD_OPS=0 VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode --constraint constraints.txt \
 		--build-constraint constraints.txt -r requirements-dev.in
 	@touch $(READY)
 
@@ -95,7 +95,7 @@ crds:
 # Resolves every pinned version anew.
 constraints:
 	{ echo "# Every version this workspace is built and tested with. Made by \`make constraints\`; names no address."; \
-	  $(BIN)/uv pip compile --quiet --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade \
+	  DS_BUILD_OPS=0 $(BIN)/uv pip compile --quiet --no-emit-index-url --no-annotate --no-header --python-version 3.11 --upgrade \
 	    --no-emit-package stepfast --no-emit-package stepfast-sidecar --no-emit-package stepfast-operator \
 	    requirements-dev.in; } > constraints.new
 	mv constraints.new constraints.txt
