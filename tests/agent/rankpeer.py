@@ -152,12 +152,13 @@ class RankPeer:
         files: int = 1,
         name: str = "state",
         file: RankFile | None = None,
+        **values: object,
     ) -> Staged:
-        """Stages the step, in windows when the slots are smaller than the file."""
+        """Stages the step, in windows when the slots are smaller than the file; `values`: of the slots' records."""
         file = file or RankFile(rank=self.hello.rank, step=step, data_bytes=data_bytes)
         begin = 0
         while True:
-            begin, staged = self.stage_window(step, file, begin, drop=drop, due=due, files=files, name=name)
+            begin, staged = self.stage_window(step, file, begin, drop=drop, due=due, files=files, name=name, **values)
             if begin == file.size_bytes:
                 return staged
 

@@ -20,11 +20,13 @@ from stepfast.layout import (
     data_path,
     is_readable_path,
     manifest_of,
+    named_ranks,
     parse_data_path,
     parse_manifest,
     parse_part,
     part_path,
 )
+from stepfast.ranks import EVERY_RANK
 
 
 def part(node: int, ranks: tuple[int, ...], *, step: int = 5, run: str = "uid-0", world_size: int = 4) -> Part:
@@ -58,6 +60,26 @@ def _manifest() -> Manifest:
     manifest = manifest_of(WHOLE)
     assert manifest is not None
     return manifest
+
+
+@pytest.mark.parametrize("tag", ["global_step5", "epoch=3", "größte"])
+def test_tag_is_read_as_it_was_written(tag: str) -> None:
+    tagged = [replace(part, tag=tag) for part in WHOLE]
+    assert parse_part(tagged[0].to_bytes()) == tagged[0]
+    manifest = manifest_of(tagged)
+    assert manifest is not None
+    assert (parse_manifest(manifest.to_bytes()), manifest.tag) == (manifest, tag)
+
+
+def test_parts_of_different_tags_are_never_mixed() -> None:
+    with pytest.raises(RecordInvalid, match="different tags"):
+        manifest_of([replace(WHOLE[0], tag="a"), *WHOLE[1:]])
+
+
+def test_part_of_the_first_that_shares_in_a_step_names_the_ranks_without_files() -> None:
+    assert named_ranks([2], "2,5", 7) == (0, 1, 2, 3, 4, 6)
+    assert named_ranks([5], "2,5", 7) == (5,)
+    assert named_ranks([1, 0], EVERY_RANK, 7) == (0, 1)
 
 
 def test_part_and_manifest_are_read_as_they_were_written() -> None:

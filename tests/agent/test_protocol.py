@@ -38,6 +38,7 @@ EXAMPLES: list[Message] = [
     messages.Expect(size_bytes=1),
     messages.Reserve(id=1, step=5, name="state", size_bytes=10, window_begin=9, drop=(1, 2), copying=(0, 3)),
     messages.Staged(slot=2, seq=7, stall_seconds=0.25),
+    messages.Sharers(step=5, ranks="0,4-7"),
     messages.Skipped(step=5),
     messages.GaveUp(step=5),
     Progress(step=5, time=1.5, metrics={"loss": 0.5}, total_steps=300),

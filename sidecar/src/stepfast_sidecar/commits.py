@@ -75,11 +75,11 @@ class Commits:
         has_looked_since_over = False
         while True:
             waited = time.monotonic() - begin
-            is_turn = run.leads or waited > turn_seconds(run.node)
+            is_turn = run.leads(step) or waited > turn_seconds(run.node)
             # The agents of a gang that is over may all end once their parts are there: who wrote the last commits.
             may_write = is_turn or (run.is_over and not has_looked_since_over)
             has_looked_since_over = run.is_over
-            is_eager = run.leads or (is_turn and waited > self._patience_seconds)
+            is_eager = run.leads(step) or (is_turn and waited > self._patience_seconds)
             try:
                 answer = await self._persister.request(
                     "commit", step=step, run=run.flow.run, may_write=may_write, is_eager=is_eager
@@ -96,7 +96,7 @@ class Commits:
             run.awaited.add(step)
             is_late = waited > self._patience_seconds
             # Another run's manifest may be one that rank 0, on another node, is about to mark superseded.
-            if answer["committed"] and (run.leads or is_late or answer["run"] == run.flow.run):
+            if answer["committed"] and (run.leads(step) or is_late or answer["run"] == run.flow.run):
                 self._committed(run, step, answer)
                 return
             if not answer["committed"] and is_late and self._is_overtaken(run, step):
@@ -105,7 +105,7 @@ class Commits:
                 self._give_up(run, step)
                 return
             await asyncio.sleep(pause)
-            pause = min(longest_pause_seconds(run.nodes, leads=run.leads), pause * 2)
+            pause = min(longest_pause_seconds(run.nodes, leads=run.leads(step)), pause * 2)
 
     async def find(self, run: Run, step: int, tell: Callable[[str], None]) -> float | None:
         """When a step was committed of which this node holds nothing (Unix seconds), or None if it was not; `tell`
@@ -150,7 +150,7 @@ class Commits:
         self._metrics.committed()
         run.push(Committed(step=step, committed_time=answer["time"]))
         self._changed(True)
-        if run.leads:
+        if run.leads(step):
             self._history.note(self._row(run, step, answer))
             if self._is_newest(run):
                 self._tasks.start(self._retain(run, step), "retention")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
+from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
 from stepfast.slot import SlotRecord
 from stepfast_sidecar.holdings import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow
 
@@ -30,6 +31,9 @@ class _Step:
     persisting: bool = False
     committed: bool = False
     given_up: bool = False  # by the gang, too late for this node: another may have dropped its share in time
+    tag: str = ""
+    sharers: RankSet | None = None  # the ranks of the gang that have files in it; None: all
+    is_open: bool = False  # nobody knows yet which ranks these are
 
 
 class RunFlow:
@@ -39,6 +43,8 @@ class RunFlow:
         self.run = run
         self.local_world_size = local_world_size
         self.holdings: dict[tuple[int, int], Holding] = {}
+        self.ranks: set[int] = set()
+        """Of this node, that have been here. Who shares in a step of some ranks alone has come before that is known."""
         self._steps: dict[int, _Step] = {}
         self._wanted: set[int] = set()
         self._copying: dict[int, set[int]] = {}  # by rank, reserved slots that it has not given up
@@ -139,12 +145,21 @@ class RunFlow:
         self._copying.get(rank, set()).discard(slot)
         if self._missing.get(record.step):
             return self._free(record.step)
-        step = self._steps.setdefault(record.step, _Step())
-        step.files[rank] = record.files
+        self._note(record)
         if record.window_bytes < record.file_bytes:
             self.holdings[(rank, slot)] = persisting = replace(holding, held=Held.PERSISTING)
             return [PersistWindow(holding=persisting)]
         return self._next()
+
+    def share(self, step: int, sharers: RankSet) -> list[Effect]:
+        """These ranks of the gang have files in the step, and no others."""
+        state = self._steps.setdefault(step, _Step())
+        state.sharers, state.is_open = sharers, False
+        return self._next()
+
+    def sharers_of(self, step: int) -> RankSet | None:
+        """The ranks of the gang that have files in the step; None: all of them."""
+        return self._steps[step].sharers if step in self._steps else None
 
     def window_persisted(self, rank: int, slot: int, *, file_done: bool) -> list[Effect]:
         """A window is stored, its slot free; with the last one the rank's file is."""
@@ -308,12 +323,22 @@ class RunFlow:
     def adopt(self, holding: Holding, *, parted: bool) -> None:
         """A slot that an earlier agent of this node left behind."""
         self.holdings[(holding.rank, holding.slot)] = holding
+        self.ranks.add(holding.rank)
         if holding.record is not None and holding.held is not Held.FREE:
-            step = self._steps.setdefault(holding.record.step, _Step())
-            step.files[holding.rank] = holding.record.files
+            step = self._note(holding.record)
             step.parted = step.parted or parted
 
     # ------------------------------------------------------------ inside
+
+    def _note(self, record: SlotRecord) -> _Step:
+        """What a slot says of its step."""
+        step = self._steps.setdefault(record.step, _Step())
+        step.files[record.rank], step.tag = record.files, record.tag
+        if step.sharers is None:
+            step.is_open = record.sharers == UNKNOWN
+            if record.sharers not in (EVERY_RANK, UNKNOWN):
+                step.sharers = RankSet.parse(record.sharers, record.world_size)
+        return step
 
     def _step(self, holding: Holding) -> int | None:
         """The step of this run of which the slot holds a whole file: no window, nor what an earlier run left in it."""
@@ -351,7 +376,7 @@ class RunFlow:
     def _is_complete(self, step: int, *, with_windows: bool = False) -> bool:
         """Whether every rank staged all its files; with those whose last window is not stored yet, if asked for."""
         state = self._steps.get(step)
-        if state is None or len(state.files) < self.local_world_size:
+        if state is None or state.is_open or not self._has_all_ranks(state):
             return False
         names = {rank: set(streamed) for rank, streamed in state.streamed.items()}
         for h in self.holdings.values():
@@ -361,6 +386,11 @@ class RunFlow:
             if self._step(h) == step or (with_windows and _ends_file(record)):
                 names.setdefault(h.rank, set()).add(record.name)
         return all(len(names.get(rank, ())) >= files for rank, files in state.files.items())
+
+    def _has_all_ranks(self, state: _Step) -> bool:
+        if state.sharers is None:
+            return len(state.files) >= self.local_world_size
+        return bool(state.files) and all(rank in state.files for rank in self.ranks if rank in state.sharers)
 
     def _next(self) -> list[Effect]:
         """Starts persisting the newest step that is due and complete, one at a time."""
@@ -373,9 +403,12 @@ class RunFlow:
         if not ready:
             return []
         step = max(ready)
-        self._steps[step].persisting = True
+        state = self._steps[step]
+        state.persisting = True
         self._mark(step, Held.PERSISTING)
-        return [Persist(step=step, run=self.run, holdings=tuple(self._of_step(step)))]
+        holdings = tuple(self._of_step(step))
+        ranks = tuple(sorted(state.files))
+        return [Persist(step=step, run=self.run, holdings=holdings, ranks=ranks, tag=state.tag, sharers=state.sharers)]
 
     def _of_step(self, step: int) -> Iterable[Holding]:
         return sorted((h for h in self.holdings.values() if self._step(h) == step), key=lambda h: (h.rank, h.slot))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from stepfast.ranks import RankSet
 from stepfast.slot import SlotRecord
 
 
@@ -39,11 +40,17 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Persist:
-    """Upload these holdings, one or more files a rank, then write this node's part and commit."""
+    """Upload these holdings, one or more files a rank, then write this node's part and commit.
+
+    `ranks`: those of this node that have files in the step; `sharers`: those of the gang, None: all of them.
+    """
 
     step: int
     run: str
     holdings: tuple[Holding, ...]
+    ranks: tuple[int, ...]
+    tag: str = ""
+    sharers: RankSet | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

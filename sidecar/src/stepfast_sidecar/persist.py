@@ -23,9 +23,11 @@ from stepfast.layout import (
     Part,
     data_path,
     join,
+    named_ranks,
     parse_part,
     part_path,
 )
+from stepfast.ranks import EVERY_RANK
 from stepfast.storage.base import Store
 from stepfast_sidecar.copies import Copies
 from stepfast_sidecar.slotmaps import SlotDamaged, SlotMaps, SlotRef
@@ -73,11 +75,13 @@ class JobPersister:
 
     def persist(
         self, *, step: int, run: str, node: int, world_size: int, replicated: str, saved_time: float,
-        ranks: Sequence[int], slots: Sequence[SlotRef], streamed: Sequence[FileEntry],
+        ranks: Sequence[int], slots: Sequence[SlotRef], streamed: Sequence[FileEntry], sharers: str = EVERY_RANK,
+        tag: str = "",
     ) -> Part:  # fmt: skip
         """Uploads the slots' files and writes this node's part, with the files that were streamed before.
 
-        A part that is already there is done.
+        A part that is already there is done. Of a step that some ranks alone share in, the part with the first of them
+        names those that have nothing in it, too: a manifest names every rank of the gang.
 
         Raises StorageError, SlotDamaged.
         """
@@ -91,11 +95,12 @@ class JobPersister:
             run=run,
             node=node,
             world_size=world_size,
-            ranks=tuple(sorted(ranks)),
+            ranks=named_ranks(ranks, sharers, world_size),
             files=tuple(sorted(files, key=lambda file: (file.rank, file.name))),
             saved_time=saved_time,
             persisted_time=self._clock(),
             replicated=replicated,
+            tag=tag,
         )
         seen = write_part(self._store, self._folder, part)
         if seen is not None:

@@ -28,6 +28,7 @@ from stepfast.messages import (
     Reserved,
     Restored,
     SaveRequested,
+    Sharers,
     Skipped,
     SlotReady,
     Staged,
@@ -36,6 +37,7 @@ from stepfast.messages import (
     Want,
     Welcome,
 )
+from stepfast.ranks import RankSet
 from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
 from stepfast.step import Tier
 from stepfast_sidecar.growth import cut_back, grown
@@ -81,6 +83,7 @@ async def serve_rank(
         session.restored_time, session.restore_seconds = known.restored_time, known.restore_seconds
         session.global_step, session.step_time = known.global_step, known.step_time
     run.sessions[hello.rank] = session
+    run.flow.ranks.add(hello.rank)
     await _RankServer(agent, room, run, session).serve(messages)
 
 
@@ -123,6 +126,8 @@ class _RankServer:
                 self._agent.changed(False)
             case Staged():
                 self._staged(message)
+            case Sharers():
+                self._shared(message)
             case GaveUp():
                 self._room.carry_out(run, run.flow.rank_gave_up(self._rank, message.step))
             case Reserve():
@@ -295,6 +300,15 @@ class _RankServer:
         self._room.carry_out(run, run.flow.staged(self._rank, message.slot, record))
         if self._session.waiting:
             self._room.wake()  # the rank's step before is its newest no longer
+
+    def _shared(self, message: Sharers) -> None:
+        try:
+            sharers = RankSet.parse(message.ranks, self._run.world_size)
+        except ValueError as error:
+            raise ProtocolError(f"step {message.step}: {error}") from error
+        if self._rank not in sharers:
+            raise ProtocolError(f"step {message.step} is said to be of others than rank {self._rank}")
+        self._room.carry_out(self._run, self._run.flow.share(message.step, sharers))
 
     def _offered(self, message: Staged) -> SlotRecord | None:
         """What the slot holds; None when it is not news. Raises ProtocolError when the rank may not say so."""

@@ -14,7 +14,8 @@ from stepfast.errors import ProtocolError
 from stepfast.layout import job_folder
 from stepfast.messages import Committed, Dropped, Hello, Launching, PersistFailed
 from stepfast.nodestatus import JobStatus
-from stepfast.slot import SlotRecord, SlotState
+from stepfast.ranks import EVERY_RANK
+from stepfast.slot import ControlPage, SlotRecord, SlotState
 from stepfast.step import JobKey
 from stepfast_sidecar.commits import Commits
 from stepfast_sidecar.config import Config
@@ -124,19 +125,15 @@ class Room:
 
     def adopt(self, slots: Mapping[int, list[SlotFile]], local_world_sizes: Mapping[str, object]) -> None:
         """Takes over what an earlier agent left: what was staged is persisted, what was persisted may be restored."""
-        found: list[tuple[SlotFile, SlotRecord, SlotState]] = []
-        for rank, files in slots.items():
-            mine = self.slots.of(rank)
-            for file in files:
-                page = file.read_control()
-                mine.add(file)
-                record = page.record
-                if record is None or page.state not in (SlotState.STAGED, SlotState.PERSISTED) or record.rank != rank:
-                    continue
-                if record.window_bytes < record.file_bytes or misfit(record, file.capacity_bytes) is not None:
-                    continue
-                found.append((file, record, page.state))
-        for file, record, state in sorted(found, key=lambda one: one[1].saved_time):  # the newest run comes last
+        found = [(rank, file, file.read_control()) for rank, files in slots.items() for file in files]
+        for rank, file, _ in found:
+            self.slots.of(rank).add(file)
+        whole = [
+            (file, page.record, page.state)
+            for rank, file, page in found
+            if page.record is not None and _is_whole(rank, page, file.capacity_bytes)
+        ]
+        for file, record, state in sorted(whole, key=lambda one: one[1].saved_time):  # the newest run comes last
             run = self.runs.setdefault(record.run, Run(flow=RunFlow(record.run, 0), world_size=record.world_size))
             run.saved[record.step] = (record.saved_time, 0)
             held = Held.PERSISTED if state is SlotState.PERSISTED else Held.STAGED
@@ -144,6 +141,9 @@ class Room:
                 rank=record.rank, slot=file.index, held=held, seq=record.seq, record=record, due=record.due
             )
             run.flow.adopt(holding, parted=held is Held.PERSISTED)
+        for rank, _, page in found:
+            if page.record is not None and page.record.run in self.runs:
+                self.runs[page.record.run].flow.ranks.add(rank)  # it may have been in the middle of a copy
         for name, run in self.runs.items():
             # How many ranks this node had, until they say so themselves.
             size = local_world_sizes.get(name)
@@ -219,11 +219,9 @@ class Room:
     async def _persist(self, run: Run, effect: Persist) -> None:
         records = [holding.record for holding in effect.holdings if holding.record is not None]
         if not records:
-            ranks = sorted(session.hello.rank for session in run.sessions.values())
             node = min(session.hello.node for session in run.sessions.values())
             replicated, saved_time = run.replicated, run.saved.get(effect.step, (time.time(), 0))[0]
         else:
-            ranks = sorted({record.rank for record in records} | set(run.sessions))
             node, replicated = min(record.node for record in records), records[0].replicated
             saved_time = max(record.saved_time for record in records)
         begin = time.monotonic()
@@ -236,7 +234,9 @@ class Room:
                 world_size=run.world_size,
                 replicated=replicated,
                 saved_time=saved_time,
-                ranks=ranks,
+                ranks=effect.ranks,
+                sharers=str(effect.sharers) if effect.sharers is not None else EVERY_RANK,
+                tag=effect.tag,
                 slots=[self._slot_ref(holding) for holding in effect.holdings],
                 streamed=run.streamed_files(effect.step),
             )
@@ -342,7 +342,7 @@ class Room:
         run.dropped += 1
         self._metrics.dropped()
         run.push(Dropped(step=step))
-        if run.leads:
+        if run.leads(step):
             self._history.note(run.history_row(step, "Dropped", None, run.saved.get(step, (0.0, 0))[1]))
 
     def wake(self) -> None:
@@ -405,3 +405,11 @@ class Room:
         """Ends the persister and everything under way."""
         await self.persister.close()
         await self._tasks.cancel()
+
+
+def _is_whole(rank: int, page: ControlPage, capacity_bytes: int) -> bool:
+    """Whether the slot holds a whole file of that rank."""
+    record = page.record
+    if record is None or page.state not in (SlotState.STAGED, SlotState.PERSISTED) or record.rank != rank:
+        return False
+    return record.window_bytes == record.file_bytes and misfit(record, capacity_bytes) is None

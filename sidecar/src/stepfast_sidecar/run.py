@@ -97,10 +97,11 @@ class Run:
     final_step: int | None = None
     may_commit: asyncio.Event = field(default_factory=_open)  # while steps of another history are not in its way
 
-    @property
-    def leads(self) -> bool:
-        """Whether this node's agent writes the manifest first: it has rank 0."""
-        return 0 in self.sessions or any(holding.rank == 0 for holding in self.flow.holdings.values())
+    def leads(self, step: int) -> bool:
+        """Whether this node's agent writes the step's manifest first: it has rank 0, or the first that shares in it."""
+        sharers = self.flow.sharers_of(step)
+        first = 0 if sharers is None else sharers.first
+        return first in self.sessions or any(holding.rank == first for holding in self.flow.holdings.values())
 
     @property
     def node(self) -> int:

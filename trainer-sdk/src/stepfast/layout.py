@@ -23,7 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stepfast.errors import CheckpointError
-from stepfast.step import MAX_STEP, MAX_WORLD_SIZE, JobKey, is_file_name, is_run
+from stepfast.ranks import EVERY_RANK, RankSet
+from stepfast.step import MAX_STEP, MAX_WORLD_SIZE, JobKey, is_file_name, is_run, is_tag
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -154,6 +155,7 @@ class Part:
     saved_time: float  # when the last rank of this node had staged it
     persisted_time: float
     replicated: str = ""  # digest of the replicated state's layout; equal on all ranks of a run
+    tag: str = ""  # what its user calls the step; equal in all parts
 
     @property
     def path(self) -> str:
@@ -169,7 +171,7 @@ class Part:
                 "formatVersion": FORMAT_VERSION, "step": self.step, "run": self.run, "node": self.node,
                 "worldSize": self.world_size, "ranks": list(self.ranks), "savedTime": self.saved_time,
                 "persistedTime": self.persisted_time, "replicated": self.replicated,
-                "files": [file.to_document() for file in self.files],
+                "files": [file.to_document() for file in self.files], **_tagged(self.tag),
             }
         )  # fmt: skip
 
@@ -196,6 +198,7 @@ class Manifest:
     saved_time: float
     committed_time: float  # when its last part was persisted: the same for every writer
     parts: tuple[PartRef, ...] = field(default=())
+    tag: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -213,6 +216,7 @@ class Manifest:
                     }
                     for part in self.parts
                 ],
+                **_tagged(self.tag),
             }
         )  # fmt: skip
 
@@ -228,6 +232,17 @@ class PartSeen:
     saved_time: float
     persisted_time: float
     replicated: str
+    tag: str
+
+
+def named_ranks(ranks: Iterable[int], sharers: str, world_size: int) -> tuple[int, ...]:
+    """The ranks that a part with files of these names: of a step that some ranks of the gang alone share in (`ranks`),
+    the part of the first of them speaks for all that have nothing in it, so that a manifest names every rank.
+    """
+    own = set(ranks)
+    if sharers != EVERY_RANK and (share := RankSet.parse(sharers, world_size)).first in own:
+        own |= set(range(world_size)).difference(share)
+    return tuple(sorted(own))
 
 
 def see_part(part: Part, record: bytes) -> PartSeen:
@@ -247,6 +262,7 @@ def see_part(part: Part, record: bytes) -> PartSeen:
         saved_time=part.saved_time,
         persisted_time=part.persisted_time,
         replicated=part.replicated,
+        tag=part.tag,
     )
 
 
@@ -270,6 +286,8 @@ def manifest_of_seen(parts: Iterable[PartSeen]) -> Manifest | None:
             raise RecordInvalid(f"{part.ref.path} and {first.ref.path} are not of one step, run and world size")
         if part.replicated != first.replicated:
             raise RecordInvalid(f"{part.ref.path} and {first.ref.path} divide the replicated state differently")
+        if part.tag != first.tag:
+            raise RecordInvalid(f"{part.ref.path} and {first.ref.path} are of steps with different tags")
     ranks = sorted(rank for part in ordered for rank in part.ref.ranks)
     if ranks != list(range(first.world_size)):
         return None
@@ -280,6 +298,7 @@ def manifest_of_seen(parts: Iterable[PartSeen]) -> Manifest | None:
         saved_time=max(part.saved_time for part in ordered),
         committed_time=max(part.persisted_time for part in ordered),
         parts=tuple(part.ref for part in ordered),
+        tag=first.tag,
     )
 
 
@@ -297,6 +316,7 @@ def parse_part(data: bytes) -> Part:
         saved_time=doc.number("savedTime"),
         persisted_time=doc.number("persistedTime"),
         replicated=doc.text("replicated"),
+        tag=doc.tag(),
     )
     for file in files:
         expected = data_path(part.step, part.run, file.name, file.rank, part.world_size)
@@ -325,6 +345,7 @@ def parse_manifest(data: bytes) -> Manifest:
             )
             for ref in doc.items_of("parts")
         ),
+        tag=doc.tag(),
     )
     if sorted(rank for part in manifest.parts for rank in part.ranks) != list(range(manifest.world_size)):
         raise RecordInvalid("the manifest does not name every rank once")
@@ -371,6 +392,10 @@ def _parse_file(doc: _Document) -> FileEntry:
         chunk_bytes=chunk_bytes,
         checksums=tuple(checksums),
     )
+
+
+def _tagged(tag: str) -> dict[str, object]:
+    return {"tag": tag} if tag else {}
 
 
 def _seal(document: dict[str, object]) -> bytes:
@@ -424,6 +449,12 @@ class _Document:
         value = self.text(key)
         if not is_run(value):
             raise RecordInvalid(f"{value!r} cannot be a run")
+        return value
+
+    def tag(self) -> str:
+        value = self._values.get("tag", "")
+        if not isinstance(value, str) or (value and not is_tag(value)):
+            raise RecordInvalid(f"{value!r} cannot be a tag")
         return value
 
     def _list(self, key: str) -> Sequence[object]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from stepfast.errors import ProtocolError, ProtocolMismatch, SpecError
+from stepfast.ranks import RankSet
 from stepfast.step import MAX_STEP, MAX_WORLD_SIZE, JobKey, is_file_name, is_run
 
 VERSION = 1
@@ -128,6 +129,23 @@ class GaveUp(Message):
 
     def __post_init__(self) -> None:
         _check_step(self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharers(Message):
+    """Which ranks of the gang have files in the step (`ranks`), this one among them: said of a step whose slots did not
+    say so.
+    """
+
+    step: int
+    ranks: str
+
+    def __post_init__(self) -> None:
+        _check_step(self.step)
+        try:
+            RankSet.parse(self.ranks, MAX_WORLD_SIZE)
+        except ValueError as error:
+            raise ProtocolError(f"out of range: ranks: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +380,8 @@ class Status(Message):
 
 
 FROM_RANK = (
-    Hello, Expect, Reserve, Staged, Skipped, GaveUp, Progress, Restored, Steps, Supersede, Fetch, Want, FinalSaved, Bye,
+    Hello, Expect, Reserve, Staged, Sharers, Skipped, GaveUp, Progress, Restored, Steps, Supersede, Fetch, Want,
+    FinalSaved, Bye,
 )  # fmt: skip
 FROM_LAUNCHER = (Launching,)
 FROM_SUPERVISOR = (Watch, RequestSave, FlushRun)

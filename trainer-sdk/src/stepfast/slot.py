@@ -17,12 +17,14 @@ import zlib
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from stepfast.step import MAX_STEP, MAX_WORLD_SIZE, is_file_name, is_run
+from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
+from stepfast.step import MAX_STEP, MAX_WORLD_SIZE, is_file_name, is_run, is_tag
 
 CONTROL_BYTES = 4096
 _WRITING_PLACE, _STAGED_PLACE = 0, 1536
 _AGENT_PLACE = 3072
-_RECORD_BYTES = 1024
+_RECORD_BYTES = 1500
+MAX_SHARERS_BYTES = 128  # more ranks than can be said so are told by a message
 _MAX_TIME = 2.0**37  # seconds since the epoch: the year 6325, which calendars still know
 
 
@@ -53,6 +55,8 @@ class SlotRecord:
     saved_time: float
     replicated: str = ""
     due: bool = True  # whether the gang decided to persist this step
+    tag: str = ""  # what its user calls the step; empty: nothing but its number
+    sharers: str = EVERY_RANK  # which ranks have files in it (`ranks`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +132,23 @@ def _parse_record(doc: dict[str, object] | None) -> SlotRecord | None:
             return None
         if not is_run(record.run) or not is_file_name(record.name) or type(record.replicated) is not str:
             return None
+        if not _is_tag(record) or not _has_sharers(record):
+            return None
         if type(record.saved_time) not in (int, float) or not 0 <= record.saved_time < _MAX_TIME:
             return None
         return SlotRecord(**{**doc, "state": SlotState(record.state)})  # type: ignore[arg-type]  # checked above
     except (TypeError, ValueError):
         return None
+
+
+def _is_tag(record: SlotRecord) -> bool:
+    return type(record.tag) is str and (not record.tag or is_tag(record.tag))
+
+
+def _has_sharers(record: SlotRecord) -> bool:
+    """Whether the ranks that are said to have files in the step can be these, and are not others alone."""
+    if type(record.sharers) is not str or len(record.sharers) > MAX_SHARERS_BYTES:
+        return False
+    if record.sharers in (EVERY_RANK, UNKNOWN):
+        return True
+    return record.rank in RankSet.parse(record.sharers, record.world_size)

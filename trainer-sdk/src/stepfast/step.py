@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,6 +12,7 @@ from stepfast.errors import SpecError
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+MAX_TAG_BYTES = 256  # as JSON: it stands in a slot's control page
 _RANK_OF = re.compile(r"-[0-9]{5,}-of-[0-9]{5,}(-|$)")  # what follows the name in a file's path
 
 MAX_STEP = 2**62
@@ -82,6 +84,11 @@ def split_run(run: str) -> tuple[str, int]:
 def is_run(text: str) -> bool:
     """Whether the text may stand as a run in paths."""
     return _RUN.fullmatch(text) is not None and ".." not in text
+
+
+def is_tag(text: str) -> bool:
+    """Whether the text may be a step's tag, what its user calls it: any printable text, not too long."""
+    return text.isprintable() and text.strip() == text and 0 < len(json.dumps(text)) - 2 <= MAX_TAG_BYTES
 
 
 def is_file_name(text: str) -> bool:
