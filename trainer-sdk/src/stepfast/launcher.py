@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 TERMINATION_LOG = "STEPFAST_TERMINATION_LOG"
+_NEBULA_MODULES = Path(__file__).with_name("nebula") / "modules"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SHUTDOWN_SECONDS = "10"
 _MESSAGE_CHARACTERS = 2000
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torchrun's own default, without its six lines of warning.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
+    _offer_modules()
     renew_stores()
     count_launches(lambda _: _watch_launch(report))
     try:
@@ -81,6 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     report.write({"exitCode": 0, "time": time.time()})
     return 0
+
+
+def _offer_modules() -> None:
+    """Scripts that were written for Nebula find it by its names, unless they bring modules of these names along."""
+    known = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*([known] if known else []), str(_NEBULA_MODULES)])
 
 
 def announce(environment: Environment) -> None:

@@ -10,7 +10,6 @@ import atexit
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,6 @@ from stepfast.admission import Decision, Interval, RankReport, Request, decide_s
 from stepfast.environment import Environment, absolute_storage_uri, read_environment
 from stepfast.errors import (
     AgentError,
-    CheckpointerOpen,
     ObjectsUndefined,
     StepOutOfOrder,
     StorageError,
@@ -28,6 +26,7 @@ from stepfast.layout import job_folder
 from stepfast.messages import FinalSaved, Restored, Skipped
 from stepfast.pacing import PaceKeeper
 from stepfast.step import MAX_STEP
+from stepfast.torch.claims import RunKey, claim, give_up
 from stepfast.torch.join import join_agent, join_gang
 from stepfast.torch.objects import ObjectSet
 from stepfast.torch.overlap import Overlap
@@ -43,9 +42,7 @@ _FINAL_WAIT_SECONDS = 3600.0
 _SCRATCH = -1  # before step 0, which can be saved
 
 
-# By storage, job and run: the newest step that this process saved, and the Checkpointer that is open.
-_SAVED_THROUGH: dict[tuple[str, str, str], int] = {}
-_OPEN: weakref.WeakValueDictionary[tuple[str, str, str], Checkpointer] = weakref.WeakValueDictionary()
+_SAVED_THROUGH: dict[RunKey, int] = {}  # the newest step that this process saved
 
 
 def every(*, steps: int | None = None, seconds: float | None = None) -> Interval:
@@ -91,7 +88,7 @@ class Checkpointer:
         self._interval = _interval_of(interval, self._environment)
         self._objects = ObjectSet(objects, replicated)
         self._gang, self._environment = join_gang(self._environment)
-        self._claim()
+        self._run_key = claim(self._environment, self)
         self._link = join_agent(self._environment, self._gang)
         if self._link is not None:
             self._link.total_steps = total
@@ -117,19 +114,6 @@ class Checkpointer:
         )  # fmt: skip
         self._announced = False
         atexit.register(self._at_exit)
-
-    @property
-    def _run_key(self) -> tuple[str, str, str]:
-        return self._environment.storage_uri, str(self._environment.job), self._environment.run
-
-    def _claim(self) -> None:
-        """One process saves a run's step once: a second Checkpointer's objects would be taken for it, or lost."""
-        key = self._run_key
-        if (other := _OPEN.get(key)) is not None and not other._closed:
-            raise CheckpointerOpen(
-                f"this process has a Checkpointer of job {key[1]} already: give all objects to one, or close it first"
-            )
-        _OPEN[key] = self
 
     # ------------------------------------------------------------ in the loop
 
@@ -328,6 +312,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        give_up(self._run_key, self)
         atexit.unregister(self._at_exit)
         self._writer.close()
 

@@ -7,6 +7,7 @@ the one before, decides, and posts; the others read the post (I7).
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -35,12 +36,28 @@ class Gang(Protocol):
     def exchange(self, topic: str, text: str) -> list[str]:
         """Every rank's text, in the order of ranks; all ranks call it."""
 
+    def update(self, topic: str, change: Callable[[str], str]) -> str:
+        """Makes the topic's text (empty at first) what `change` makes of it, between two ranks' changes; returns it.
+
+        Any ranks call it, whenever they like. `change` is called again with what another rank made of it meanwhile.
+        """
+
+    def tell(self, topic: str, text: str) -> None:
+        """Lets any rank `hear` the text from now on."""
+
+    def hear(self, topics: Sequence[str]) -> list[str] | None:
+        """What was told of each, or None when something of it was not told yet. Waits for nobody."""
+
 
 class Alone:
     """A gang of one."""
 
     rank = 0
     world_size = 1
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+        self._lock = threading.Lock()
 
     def consult(self, report: RankReport, decide: Callable[[Sequence[RankReport]], Decision]) -> Decision:
         return decide([report])
@@ -50,6 +67,17 @@ class Alone:
 
     def exchange(self, topic: str, text: str) -> list[str]:
         return [text]
+
+    def update(self, topic: str, change: Callable[[str], str]) -> str:
+        with self._lock:
+            self._texts[topic] = text = change(self._texts.get(topic, ""))
+        return text
+
+    def tell(self, topic: str, text: str) -> None:
+        self._texts[topic] = text
+
+    def hear(self, topics: Sequence[str]) -> list[str] | None:
+        return [self._texts[topic] for topic in topics] if self._texts.keys() >= set(topics) else None
 
 
 class StoreGang:
@@ -104,6 +132,33 @@ class StoreGang:
         except dist.DistError as error:
             raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
 
+    def update(self, topic: str, change: Callable[[str], str]) -> str:
+        try:
+            known = ""
+            while True:
+                changed = change(known)
+                # What a store that has nothing yet compares with is the empty text.
+                found = self._store.compare_set(topic, known, changed).decode()
+                if found == changed:
+                    return changed
+                known = found
+        except dist.DistError as error:
+            raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
+
+    def tell(self, topic: str, text: str) -> None:
+        try:
+            self._store.set(topic, text)
+        except dist.DistError as error:
+            raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
+
+    def hear(self, topics: Sequence[str]) -> list[str] | None:
+        try:
+            if not self._store.check(list(topics)):
+                return None
+            return [text.decode() for text in self._store.multi_get(list(topics))]
+        except dist.DistError as error:
+            raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
+
     def _reports(self, number: int) -> list[RankReport]:
         keys = [f"report/{number}/{rank}" for rank in range(self.world_size)]
         return [RankReport.from_json(value) for value in self._store.multi_get(keys)]
@@ -115,14 +170,18 @@ def find_gang(scope: str) -> Gang:
     `scope` keeps runs apart within one store. Raises GangError when there are other ranks but no way to meet them.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if dist.is_available() and dist.is_initialized():
+    is_grouped = dist.is_available() and dist.is_initialized()
+    # One rank may look for the others before its process group is there and another after: torchrun's store is the same
+    # for both.
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_grouped and not (is_torchruns and dist.get_world_size() == world_size):
         if dist.get_world_size() == 1:
             return Alone()
         store = dist.distributed_c10d._get_default_store()  # no public way to the group's own store
         return StoreGang(_scoped(store.clone(), scope), rank=dist.get_rank(), world_size=dist.get_world_size())
     if world_size == 1:
         return Alone()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not is_torchruns:
         raise GangError("call torch.distributed.init_process_group() before making a Checkpointer")
     store = TCPStore(
         os.environ["MASTER_ADDR"],

@@ -21,20 +21,21 @@ AGENT_START_SECONDS = 10.0  # how long an agent is looked for that does not answ
 
 
 def join_gang(environment: Environment) -> tuple[Gang, Environment]:
-    """The gang, and the environment as the gang knows it. Every rank calls it. Raises GangError."""
+    """The gang, and the environment as the gang knows it. Waits for no other rank. Raises GangError."""
     gang = find_gang(environment.gang_scope or environment.run)
     if environment.world_size == 1 and gang.world_size > 1:  # the script started its ranks itself
         environment = replace(environment, local_rank=gang.rank, local_world_size=gang.world_size, node=0)
     environment = replace(environment, rank=gang.rank, world_size=gang.world_size)
     if not environment.is_run_unique:
         # torchrun's id may be used again (a fixed --rdzv-id, a requeued job): parts of two runs must never mix.
-        run = gang.exchange("run", run_id(uuid.uuid4().hex[:12], 1))[0]
+        own = run_id(uuid.uuid4().hex[:12], 1)
+        run = gang.update("run", lambda agreed: agreed or own)
         environment = replace(environment, run=run, is_run_unique=True)
     return gang, environment
 
 
-def join_agent(environment: Environment, gang: Gang) -> AgentLink | None:
-    """The link to the node's agent, or None for all ranks. Every rank calls it."""
+def join_agent(environment: Environment, gang: Gang, *, with_all: bool = True) -> AgentLink | None:
+    """The link to the node's agent, or None: for all ranks, when every rank calls it (`with_all`)."""
     if environment.socket is None:
         if environment.rank == 0:
             log.info("stepfast: no agent (STEPFAST_SOCKET): saves go straight to %s", environment.storage_uri)
@@ -51,6 +52,10 @@ def join_agent(environment: Environment, gang: Gang) -> AgentLink | None:
         link = _find_agent(environment.socket, hello)
     except AgentUnavailable as error:
         absence = str(error)
+    if not with_all and absence:
+        log.warning("stepfast: %s; saves go straight to %s", absence, environment.storage_uri)
+    if not with_all:
+        return link
     # With an agent here and none there no step would ever be whole: an agent waits for all ranks of its node.
     absences = [text for text in gang.exchange("agent", absence) if text]
     if not absences:

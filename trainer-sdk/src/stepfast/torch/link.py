@@ -26,6 +26,7 @@ from stepfast.messages import (
     PersistFailed,
     Progress,
     SaveRequested,
+    Sharers,
     SlotReady,
     Staged,
     Want,
@@ -58,6 +59,7 @@ class AgentLink:
         self._dropped: set[int] = set()
         self._failure: str | None = None
         self._offers: dict[int, Staged] = {}  # the last message of each slot: said again to an agent that restarted
+        self._sharers: dict[int, str] = {}  # by step, until it is settled
         self._wanted: set[int] = set()
         self._changed = threading.Condition()
         self._closed = False
@@ -130,6 +132,11 @@ class AgentLink:
         """Tells that a slot holds a step now. If the agent is away it reads the slot itself when it is back."""
         self._offers[message.slot] = message
         self.tell(message)
+
+    def share(self, step: int, sharers: str) -> None:
+        """Tells which ranks have files in a step whose slot does not say so."""
+        self._sharers[step] = sharers
+        self.tell(Sharers(step=step, ranks=sharers))
 
     def want(self, step: int) -> None:
         """Asks that this step be committed, whatever comes after it."""
@@ -233,12 +240,14 @@ class AgentLink:
         with self._changed:
             if isinstance(message, Committed):
                 self._committed[message.step] = message.committed_time
+                self._sharers.pop(message.step, None)
                 self._wanted.discard(message.step)
                 self._failure = None
                 while len(self._committed) > 1000:
                     del self._committed[min(self._committed)]
             elif isinstance(message, Dropped):
                 self._dropped.add(message.step)
+                self._sharers.pop(message.step, None)
                 self._wanted.discard(message.step)
             self._changed.notify_all()
 
@@ -274,6 +283,8 @@ class AgentLink:
                 told = list(self._offers.values())
                 for offer in told:
                     client.send(offer)
+                for step, sharers in list(self._sharers.items()):
+                    client.send(Sharers(step=step, ranks=sharers))
                 for step in self.waited_steps:
                     client.send(Want(step=step))
             except (StepfastError, OSError):

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel
 
 from stepfast.errors import CheckpointMismatch
+from stepfast.torch.rng import get_rng_state
 from stepfast.torch.state import Collected, collect
 from stepfast.torch.targets import OwnState
 
@@ -43,10 +44,11 @@ class ObjectSet:
         return [item for item in self._objects.values() if isinstance(item, torch.optim.Optimizer)]
 
     def state(self) -> dict[str, Any]:
-        """Each object's state by its name. What DDP wraps is saved as what it wraps."""
-        return {
+        """Each object's state by its name, and the random generators'. What DDP wraps is saved as what it wraps."""
+        states = {
             name: _unwrapped(item).state_dict() if _has_state(item) else item for name, item in self._objects.items()
         }
+        return {**states, RNG: get_rng_state()}
 
     def replicated_tensors(self, root: Mapping[str, Any], collected: Collected) -> list[bool]:
         """For each collected tensor of the root, in order, whether all ranks have the same.

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from stepfast.environment import Environment
 from stepfast.torch.garbage import garbage_kept
-from stepfast.torch.objects import RNG, ObjectSet
 from stepfast.torch.plan import SavePlan
-from stepfast.torch.rng import get_rng_state
 from stepfast.torch.state import Collected, Found, collect, encode_value, has_pickles
 
 log = logging.getLogger("stepfast")
 
 
+class Objects(Protocol):
+    """What is saved: its state at each save, and which of it all ranks share."""
+
+    @property
+    def replicated_names(self) -> Sequence[str]:
+        """The names whose states all ranks share."""
+
+    def state(self) -> dict[str, Any]:
+        """The states by name."""
+
+    def replicated_tensors(self, root: Mapping[str, Any], collected: Collected) -> list[bool]:
+        """For each collected tensor of the root, in order, whether all ranks have the same."""
+
+
 class Planner:
     """Plans this rank's saves. `plan` is the layout of the newest, None before the first."""
 
-    def __init__(self, objects: ObjectSet, environment: Environment, *, weights_only: bool) -> None:
+    def __init__(self, objects: Objects, environment: Environment, *, weights_only: bool) -> None:
         self.plan: SavePlan | None = None
         self._objects, self._environment, self._weights_only = objects, environment, weights_only
 
@@ -32,7 +45,6 @@ class Planner:
         """
         with garbage_kept():
             root = self._objects.state()
-            root[RNG] = get_rng_state()
             plan = self.plan
             found = plan.retrace(root) if plan is not None else None
             if plan is None or found is None:

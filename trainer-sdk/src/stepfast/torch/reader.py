@@ -25,7 +25,7 @@ from stepfast.torch.dtypes import NATIVE, as_movable, parse_dtype
 from stepfast.torch.plan import STATE_VERSION, Rows, divide, piece_name, row_dimension
 from stepfast.torch.sharing import Base, Sharing
 from stepfast.torch.sources import Source, read_record
-from stepfast.torch.state import rebuild
+from stepfast.torch.state import rebuild, tensors_in
 from stepfast.torch.targets import OwnState
 from stepfast.torch.verifiedfile import Extent, FileMismatch, VerifiedFile
 
@@ -123,6 +123,44 @@ class StepReader:
             self._prepare(rank, weights_only=weights_only)
             return self._read(rank, own, weights_only=weights_only)
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Those that have a file in the step, ascending."""
+        return sorted(self._entries)
+
+    def names(self, rank: int) -> list[str]:
+        """What the rank's state is made of; nothing when it has no file."""
+        return [name for name, _ in self._children(rank)] if rank in self._entries else []
+
+    def read_object(self, rank: int, name: str, device_of: Callable[[str], str], *, weights_only: bool) -> Any:
+        """One object of what this rank saved, which all of it is read for that it is made of, and no more."""
+        try:
+            return self._read_object(rank, name, device_of, weights_only=weights_only)
+        except _MemoryMismatch:
+            self._leave_memory()
+            return self._read_object(rank, name, device_of, weights_only=weights_only)
+
+    def _children(self, rank: int) -> Sequence[tuple[str, Any]]:
+        try:
+            contents = self._open(rank)
+        except _MemoryMismatch:
+            self._leave_memory()
+            contents = self._open(rank)
+        return [(str(name), child) for name, child in contents.document["structure"][1]]
+
+    def _read_object(self, rank: int, name: str, device_of: Callable[[str], str], *, weights_only: bool) -> Any:
+        contents = self._open(rank)
+        structure = next(child for key, child in self._children(rank) if key == name)
+        if weights_only:
+            nothing = [torch.empty(0, dtype=torch.uint8)] * len(contents.found.places)
+            rebuild(structure, nothing, contents.values, weights_only=True)
+        places = [contents.found.places[number] for number in tensors_in(structure)]
+        wanted = {place if isinstance(place, int) else place.base for place in places}
+        bases = {index: targets.empty(contents.found.bases[index]) for index in wanted}
+        self._deliver([piece for piece in contents.pieces if piece.base in wanted], bases, contents.found)
+        tensors = sharing.materialise(contents.found, bases, {}, device_of)
+        return rebuild(structure, tensors, contents.values, weights_only=weights_only)
+
     def _leave_memory(self) -> None:
         """The slot was used again while it was read, or its owner wrote into it: the storage decides."""
         self._is_refreshed = True
@@ -180,7 +218,7 @@ class StepReader:
         contents = self._open(rank)
         found, structure = contents.found, contents.document["structure"]
         chosen = targets.choose(structure, found, own)
-        bases = [chosen[i] if i in chosen else targets.empty(base) for i, base in enumerate(found.bases)]
+        bases = {i: chosen[i] if i in chosen else targets.empty(base) for i, base in enumerate(found.bases)}
         self._deliver([piece for piece in contents.pieces if piece.base not in chosen], bases, found)
         tensors = sharing.materialise(found, bases, chosen)
         root: dict[str, Any] = rebuild(structure, tensors, contents.values, weights_only=weights_only)
@@ -190,11 +228,13 @@ class StepReader:
             torch.autograd.graph.increment_version(list(chosen.values()))
         return root
 
-    def _deliver(self, pieces: Sequence[_Piece], bases: Sequence[torch.Tensor], found: Sharing) -> None:
+    def _deliver(self, pieces: Sequence[_Piece], bases: Mapping[int, torch.Tensor], found: Sharing) -> None:
         for rank, its_pieces in _by_rank(pieces).items():
             self._deliver_of(rank, its_pieces, bases, found)
 
-    def _deliver_of(self, rank: int, pieces: Sequence[_Piece], bases: Sequence[torch.Tensor], found: Sharing) -> None:
+    def _deliver_of(
+        self, rank: int, pieces: Sequence[_Piece], bases: Mapping[int, torch.Tensor], found: Sharing
+    ) -> None:
         """Reads the pieces that one file holds: to their places, or beside them where a place has gaps."""
         extents, beside = [], []
         for piece in pieces:

@@ -26,9 +26,20 @@ from stepfast.errors import (
     StorageUnavailable,
 )
 from stepfast.histories import SaveRow, append_rows
-from stepfast.layout import CHUNK_BYTES, FileEntry, Manifest, Part, data_path, job_folder, join, part_path
+from stepfast.layout import (
+    CHUNK_BYTES,
+    FileEntry,
+    Manifest,
+    Part,
+    data_path,
+    job_folder,
+    join,
+    named_ranks,
+    part_path,
+)
 from stepfast.messages import Reserved, Staged
-from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
+from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
+from stepfast.slot import CONTROL_BYTES, MAX_SHARERS_BYTES, SlotRecord, SlotState
 from stepfast.storage import Store
 from stepfast.torch.link import AgentLink
 from stepfast.torch.overlap import Copying, Overlap
@@ -56,6 +67,8 @@ class Save:
     header_tail: bytes
     sources: Sequence[torch.Tensor]
     began: float  # time.perf_counter() when training stopped for it
+    tag: str = ""
+    sharers: str = EVERY_RANK  # which ranks have files in the step (`stepfast.ranks`)
 
 
 class AgentSaver:
@@ -176,8 +189,16 @@ class AgentSaver:
             seq=reserved.seq, state=SlotState.WRITING, run=environment.run, step=save.step, name=self._name,
             rank=environment.rank, world_size=environment.world_size, node=environment.node,
             file_bytes=save.plan.size_bytes, window_begin=begin, window_bytes=window, files=1, saved_time=time.time(),
-            replicated=save.plan.replicated_digest, due=save.due,
+            replicated=save.plan.replicated_digest, due=save.due, tag=save.tag,
+            sharers=save.sharers if len(save.sharers) <= MAX_SHARERS_BYTES else UNKNOWN,
         )  # fmt: skip
+
+
+def _first_of(sharers: str, environment: Environment) -> int:
+    """The first of the ranks that have files in a step."""
+    if sharers in (EVERY_RANK, UNKNOWN):
+        return 0
+    return RankSet.parse(sharers, environment.world_size).first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +208,7 @@ class _Open:
     step: int
     saved_time: float
     stall_seconds: float
+    leads: bool  # whether the step's row, and what is kept after it, are this rank's to see to
 
 
 class DirectSaver:
@@ -200,20 +222,39 @@ class DirectSaver:
         self._threads = ThreadPoolExecutor(_WINDOW_CHUNKS, thread_name_prefix="stepfast-upload")
         self._buffer: MappedSlot | None = None
         self._open: _Open | None = None
+        self._unshared: dict[int, Part] = {}  # of files that are stored, by step, until `share`
 
     def save(self, save: Save) -> None:
         """Writes this rank's part, and commits the step when it was the last. Raises StorageError."""
         # All ranks are through with the step before, or they had not agreed on this one.
         self._try_commit()
-        if self._open is not None:
+        if self._open is not None and self._open.step not in self._unshared:
             log.warning("stepfast: step %s is not committed so far: the part of a rank is missing", self._open.step)
-            self._open = None
+        self._open = None
         saved_time = time.time()
         if not self._has_part(save.step):
-            self._write_part(save, saved_time)
+            part = self._write_file(save, saved_time)
+            if save.sharers == UNKNOWN:
+                self._unshared[save.step] = part
+            else:
+                self._write_part(part, save.sharers)
         stall = time.perf_counter() - save.began
-        self._open = _Open(step=save.step, saved_time=saved_time, stall_seconds=stall)
+        leads = self._environment.rank == _first_of(save.sharers, self._environment)
+        self._open = _Open(step=save.step, saved_time=saved_time, stall_seconds=stall, leads=leads)
         self._try_commit()
+
+    def share(self, step: int, sharers: str) -> None:
+        """These ranks have files in a step of which nobody knew it when it was saved. Raises StorageError."""
+        part = self._unshared.pop(step, None)
+        if part is None:
+            return
+        self._write_part(part, sharers)
+        if self._open is not None and self._open.step == step:
+            leads = self._environment.rank == _first_of(sharers, self._environment)
+            self._open = replace(self._open, leads=leads)
+            self._try_commit()
+        else:
+            try_commit(self._store, self._folder, step, self._environment.run, is_eager=False)
 
     def wait_committed(self, step: int, timeout_seconds: float | None) -> None:
         """Until all ranks wrote their part and the step is committed, by whomever. Raises StorageError."""
@@ -243,12 +284,12 @@ class DirectSaver:
             self._note(manifest)
 
     def _note(self, manifest: Manifest) -> None:
-        """After a commit: its row and what is kept are rank 0's to see to, whoever committed."""
+        """After a commit: its row and what is kept are the first rank's to see to, whoever committed."""
         opened, environment = self._open, self._environment
         if opened is None or opened.step != manifest.step:
             return
         self._open = None
-        if environment.rank != 0:
+        if not opened.leads:
             return
         row = SaveRow(
             global_step=opened.step, run=environment.run, outcome="Committed", saved_time=opened.saved_time,
@@ -264,7 +305,8 @@ class DirectSaver:
         except StorageError as error:
             log.warning("stepfast: after the commit of step %s: %s", opened.step, error)
 
-    def _write_part(self, save: Save, saved_time: float) -> None:
+    def _write_file(self, save: Save, saved_time: float) -> Part:
+        """This rank's part, its file stored."""
         environment = self._environment
         upload = FileUpload(
             self._store,
@@ -279,12 +321,14 @@ class DirectSaver:
         except BaseException:
             upload.abort()
             raise
-        part = Part(
+        return Part(
             step=save.step, run=environment.run, node=DIRECT_NODE + environment.rank,
             world_size=environment.world_size, ranks=(environment.rank,), files=(entry,), saved_time=saved_time,
-            persisted_time=time.time(), replicated=save.plan.replicated_digest,
+            persisted_time=time.time(), replicated=save.plan.replicated_digest, tag=save.tag,
         )  # fmt: skip
-        write_part(self._store, self._folder, part)
+
+    def _write_part(self, part: Part, sharers: str) -> None:
+        write_part(self._store, self._folder, replace(part, ranks=named_ranks(part.ranks, sharers, part.world_size)))
 
     def _has_part(self, step: int) -> bool:
         """Whether this rank saved the step before in this run: what a manifest may name is never written over."""

@@ -8,7 +8,7 @@ again after restore.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -248,20 +248,35 @@ def from_document(document: Any) -> Sharing:
     )
 
 
-def materialise(found: Sharing, bases: Sequence[torch.Tensor], own: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    """The collected tensors again, views tied to their bases; on the device that they came from, where it exists.
+def own_device(device: str) -> str:
+    """The device of that kind, where this process has one; else the host."""
+    return device if device == "cuda" and torch.cuda.is_available() else "cpu"
 
-    `own`: bases, by index, that are the caller's tensors already, and stay them.
+
+def materialise(
+    found: Sharing,
+    bases: Mapping[int, torch.Tensor],
+    own: Mapping[int, torch.Tensor],
+    device_of: Callable[[str], str] = own_device,
+) -> list[torch.Tensor]:
+    """The collected tensors again, views tied to their bases; each on `device_of` the kind of device it came from.
+
+    `bases`: by index; what is of none of them comes back empty. `own`: those that are the caller's tensors already, and
+    stay them.
     """
     moved: dict[int, torch.Tensor] = {}
     tensors: list[torch.Tensor] = []
+    nothing = torch.empty(0)
     for place, flags in zip(found.places, found.flags, strict=True):
         index = place if isinstance(place, int) else place.base
+        if index not in bases:
+            tensors.append(nothing)
+            continue
         if isinstance(place, int) and index in own:
             tensors.append(own[index])
             continue
         if index not in moved:
-            moved[index] = bases[index] if index in own else _to_device(bases[index], flags.device)
+            moved[index] = bases[index] if index in own else bases[index].to(device_of(flags.device))
         base = moved[index]
         tensors.append(_dress(base if isinstance(place, int) else _view(base, place), flags))
     return tensors
@@ -272,14 +287,6 @@ def _view(base: torch.Tensor, view: View) -> torch.Tensor:
     offset = base.storage_offset() * base.element_size() + view.begin
     empty = torch.empty(0, dtype=dtype, device=base.device)
     return empty.set_(base.untyped_storage(), offset // dtype.itemsize, view.shape, view.stride)
-
-
-def _to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    if device in ("cpu", tensor.device.type):
-        return tensor
-    if device == "cuda" and torch.cuda.is_available():
-        return tensor.to("cuda")
-    return tensor
 
 
 def _dress(tensor: torch.Tensor, flags: Flags) -> torch.Tensor:

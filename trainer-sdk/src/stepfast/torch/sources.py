@@ -54,6 +54,7 @@ class CommittedStep:
     size_bytes: int
     saved_time: float
     committed_time: float
+    tag: str = ""  # what its user calls it; empty: nothing but its number
 
 
 def committed_steps(source: Source) -> list[CommittedStep]:
@@ -70,6 +71,7 @@ def committed_steps(source: Source) -> list[CommittedStep]:
                 size_bytes=manifest.size_bytes,
                 saved_time=manifest.saved_time,
                 committed_time=manifest.committed_time,
+                tag=manifest.tag,
             )
         )
     return found

@@ -12,7 +12,7 @@ import io
 import json
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,19 @@ def describe(root: object, prefix: str) -> tuple[Json, list[str]]:
         return ["v", counts["v"] - 1]
 
     return walk(root, prefix), names
+
+
+def tensors_in(structure: Json) -> Iterator[int]:
+    """The numbers of the tensors in what `describe` says of a nest, or of a part of it."""
+    left = [structure]
+    while left:
+        tag, content = left.pop()
+        if tag in ("list", "tuple"):
+            left += content
+        elif isinstance(content, list):
+            left += [child for _, child in content]
+        elif tag != "v":
+            yield content
 
 
 def rebuild(  # noqa: C901  # a table: one case a tag
@@ -362,4 +375,5 @@ def _unpickled(tensor: torch.Tensor, weights_only: bool) -> Any:
 __all__ = [
     "DICTS", "PLAIN_TENSORS", "SEQUENCES", "Collected", "Found", "collect", "decode_value", "describe", "encode_value",
     "has_pickles", "leaf_tag", "leaf_tensor", "rebuild",
+    "tensors_in",
 ]  # fmt: skip

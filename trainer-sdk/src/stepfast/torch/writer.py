@@ -81,6 +81,16 @@ class Writer:
         while len(self._direct_saves) > _OUTCOMES_KEPT:
             del self._direct_saves[next(iter(self._direct_saves))]
 
+    def share(self, step: int, sharers: str) -> None:
+        """These ranks (`stepfast.ranks`) have files in the step: what was not known when it was written.
+
+        Raises StorageError.
+        """
+        if step in self._direct_saves:
+            self._direct_saver().share(step, sharers)
+        elif self._link is not None:
+            self._link.share(step, sharers)
+
     def has_failed(self, step: int) -> bool:
         """Whether the step was to go straight to the storage, and did not get there."""
         return self._direct_saves.get(step) is not None

@@ -1,0 +1,73 @@
+"""Committed steps as named objects: which there are, and single objects read out of one, wherever its bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stepfast.errors import CheckpointNotFound
+from stepfast.step import Tier
+from stepfast.torch.copying import MapLocation, device_of
+from stepfast.torch.reader import StepReader, reading_threads
+from stepfast.torch.sources import CommittedStep, Source, committed_steps
+
+FILE_NAME = "state"  # of the file that a rank's objects are in
+
+
+class TaggedSteps:
+    """The steps of one job, as `rank` reads them. One step's files stay open until another's are asked for.
+
+    weights_only: True refuses to read objects that only travel pickled, since to read those runs their code.
+    """
+
+    def __init__(self, source: Source, *, rank: int, local_world_size: int, weights_only: bool) -> None:
+        self._source, self._rank, self._weights_only = source, rank, weights_only
+        self._threads = reading_threads(local_world_size)
+        self._reader: StepReader | None = None
+        self.tier = Tier.PERSISTENT
+        """Where the bytes of what was loaded last came from."""
+
+    def steps(self) -> list[CommittedStep]:
+        """The steps whose manifest is whole, oldest first. Raises StorageError."""
+        return committed_steps(self._source)
+
+    def latest(self) -> CommittedStep | None:
+        """The newest step. Raises StorageError."""
+        return max(self.steps(), key=lambda found: found.step, default=None)
+
+    def find(self, tag: str) -> CommittedStep | None:
+        """The newest step of that tag. Raises StorageError."""
+        return next((found for found in reversed(self.steps()) if found.tag == tag), None)
+
+    def names(self, step: int) -> list[str]:
+        """What this rank saved in the step, or, when it saved nothing, the first rank that did."""
+        reader = self._open(step)
+        return next((names for rank in self._ranks(reader) if (names := reader.names(rank))), [])
+
+    def load(self, step: int, name: str, map_location: MapLocation = None) -> Any:
+        """The object of that name as this rank saved it, or, when it did not, the first rank that has.
+
+        Raises CheckpointNotFound when nobody has, CheckpointDamaged, CheckpointUnsafe, StorageError.
+        """
+        reader = self._open(step)
+        rank = next((rank for rank in self._ranks(reader) if name in reader.names(rank)), None)
+        if rank is None:
+            raise CheckpointNotFound(f"step {step} holds no {name!r}")
+        item = reader.read_object(rank, name, device_of(map_location), weights_only=self._weights_only)
+        self.tier = reader.tier
+        return item
+
+    def close(self) -> None:
+        """Lets all files go; what is asked for next opens them again."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+    def _ranks(self, reader: StepReader) -> Sequence[int]:
+        return sorted(reader.ranks, key=lambda rank: (rank != self._rank, rank))
+
+    def _open(self, step: int) -> StepReader:
+        if self._reader is None or self._reader.step != step:
+            self.close()
+            self._reader = StepReader(self._source, step, name=FILE_NAME, threads=self._threads)
+        return self._reader
