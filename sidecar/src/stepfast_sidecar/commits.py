@@ -79,7 +79,9 @@ class Commits:
             # The agents of a gang that is over may all end once their parts are there: who wrote the last commits.
             may_write = is_turn or (run.is_over and not has_looked_since_over)
             has_looked_since_over = run.is_over
-            is_eager = run.leads(step) or (is_turn and waited > self._patience_seconds)
+            is_late = waited > self._patience_seconds
+            # Of a step that some ranks alone share in there is no file of every rank to wait for.
+            is_eager = run.leads(step) or (is_turn and (is_late or run.flow.sharers_of(step) is not None))
             try:
                 answer = await self._persister.request(
                     "commit", step=step, run=run.flow.run, may_write=may_write, is_eager=is_eager
@@ -94,7 +96,6 @@ class Commits:
                 continue
             run.commit_failures.pop(step, None)
             run.awaited.add(step)
-            is_late = waited > self._patience_seconds
             # Another run's manifest may be one that rank 0, on another node, is about to mark superseded.
             if answer["committed"] and (run.leads(step) or is_late or answer["run"] == run.flow.run):
                 self._committed(run, step, answer)

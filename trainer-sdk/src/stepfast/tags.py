@@ -37,6 +37,7 @@ class TaggedStep:
     number: int
     tag: str
     occurrence: int
+    opener: int  # the rank that opened it first
     step: int
     save: bool  # False: memory is exhausted, and onBusy is Skip
     due: bool  # persist it
@@ -50,7 +51,6 @@ class TagBook:
     count: int = 0
     last_step: int = -1
     last_due_time: float | None = None  # seconds since the epoch
-    openers: str = ""  # the ranks that have ever opened one (`stepfast.ranks`); empty: nobody asks
     steps: tuple[TaggedStep, ...] = ()
 
     def to_json(self) -> str:
@@ -79,6 +79,7 @@ class Opening:
 
     tag: str
     occurrence: int
+    rank: int
     now: float
     begins_after: int
 
@@ -112,8 +113,8 @@ def open_tag(
         or opening.now - book.last_due_time >= persist_interval_seconds
     )
     agreed = TaggedStep(
-        number=book.count, tag=opening.tag, occurrence=opening.occurrence, step=step, save=save, due=due,
-        drop=drop if save else (),
+        number=book.count, tag=opening.tag, occurrence=opening.occurrence, opener=opening.rank, step=step,
+        save=save, due=due, drop=drop if save else (),
     )  # fmt: skip
     return replace(
         book,

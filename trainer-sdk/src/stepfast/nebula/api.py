@@ -43,6 +43,7 @@ def init(
         log.warning("stepfast: init knows nothing of %s", ", ".join(sorted(unknown)))
     settings = make_settings(persistent_storage_path, persistent_time_interval, num_of_version_in_retention, os.environ)
     engine.configure(settings)
+    engine.attend()
 
 
 class Checkpoint:

@@ -10,10 +10,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from stepfast.environment import Environment, absolute_storage_uri
-from stepfast.errors import StorageError
+from stepfast.errors import GangError, StorageError
 from stepfast.layout import job_folder, join, parse_step_folder
 from stepfast.nebula.settings import Settings, make_settings, read_settings
 from stepfast.storage import Store, open_store
@@ -40,6 +41,12 @@ def configure(settings: Settings, sharing: Sharing | None = None) -> None:
     if _state.checkpoints is not None and (settings, sharing) != (_state.settings, _state.sharing):
         shut_down()
     _state.settings, _state.sharing = settings, sharing
+
+
+def attend() -> None:
+    """Makes this process's checkpoints, if its gang can be found by now: who shares in a step is then known sooner."""
+    with suppress(GangError):
+        checkpoints()
 
 
 def checkpoints() -> TaggedCheckpoints:

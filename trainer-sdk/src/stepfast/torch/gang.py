@@ -40,7 +40,11 @@ class Gang(Protocol):
         """Makes the topic's text (empty at first) what `change` makes of it, between two ranks' changes; returns it.
 
         Any ranks call it, whenever they like. `change` is called again with what another rank made of it meanwhile.
+        What two ranks make of one text must differ, unless it does not matter whose it is.
         """
+
+    def count(self, topic: str) -> int:
+        """How many ranks have called it with that topic so far, this call among them."""
 
     def tell(self, topic: str, text: str) -> None:
         """Lets any rank `hear` the text from now on."""
@@ -72,6 +76,9 @@ class Alone:
         with self._lock:
             self._texts[topic] = text = change(self._texts.get(topic, ""))
         return text
+
+    def count(self, topic: str) -> int:
+        return int(self.update(topic, lambda known: str(int(known or 0) + 1)))
 
     def tell(self, topic: str, text: str) -> None:
         self._texts[topic] = text
@@ -133,8 +140,8 @@ class StoreGang:
             raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
 
     def update(self, topic: str, change: Callable[[str], str]) -> str:
+        known = (self.hear([topic]) or [""])[0]
         try:
-            known = ""
             while True:
                 changed = change(known)
                 # What a store that has nothing yet compares with is the empty text.
@@ -142,6 +149,12 @@ class StoreGang:
                 if found == changed:
                     return changed
                 known = found
+        except dist.DistError as error:
+            raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
+
+    def count(self, topic: str) -> int:
+        try:
+            return int(self._store.add(topic, 1))
         except dist.DistError as error:
             raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
 

@@ -209,6 +209,7 @@ class _Open:
     saved_time: float
     stall_seconds: float
     leads: bool  # whether the step's row, and what is kept after it, are this rank's to see to
+    is_shared_by_some: bool  # there is no file of every rank to wait for
 
 
 class DirectSaver:
@@ -240,7 +241,10 @@ class DirectSaver:
                 self._write_part(part, save.sharers)
         stall = time.perf_counter() - save.began
         leads = self._environment.rank == _first_of(save.sharers, self._environment)
-        self._open = _Open(step=save.step, saved_time=saved_time, stall_seconds=stall, leads=leads)
+        self._open = _Open(
+            step=save.step, saved_time=saved_time, stall_seconds=stall, leads=leads,
+            is_shared_by_some=save.sharers not in (EVERY_RANK, UNKNOWN),
+        )  # fmt: skip
         self._try_commit()
 
     def share(self, step: int, sharers: str) -> None:
@@ -251,10 +255,10 @@ class DirectSaver:
         self._write_part(part, sharers)
         if self._open is not None and self._open.step == step:
             leads = self._environment.rank == _first_of(sharers, self._environment)
-            self._open = replace(self._open, leads=leads)
+            self._open = replace(self._open, leads=leads, is_shared_by_some=True)
             self._try_commit()
         else:
-            try_commit(self._store, self._folder, step, self._environment.run, is_eager=False)
+            try_commit(self._store, self._folder, step, self._environment.run)
 
     def wait_committed(self, step: int, timeout_seconds: float | None) -> None:
         """Until all ranks wrote their part and the step is committed, by whomever. Raises StorageError."""
@@ -276,7 +280,9 @@ class DirectSaver:
         if opened is None:
             return
         try:
-            manifest = try_commit(self._store, self._folder, opened.step, self._environment.run, is_eager=False)
+            manifest = try_commit(
+                self._store, self._folder, opened.step, self._environment.run, is_eager=opened.is_shared_by_some
+            )
         except (StorageError, CheckpointError) as error:
             log.warning("stepfast: step %s is not committed yet: %s", opened.step, error)
             return

@@ -21,9 +21,10 @@ from stepfast.environment import Environment, absolute_storage_uri, read_environ
 from stepfast.errors import AgentError, CheckpointDamaged, CheckpointNotFound, StorageError
 from stepfast.layout import job_folder
 from stepfast.messages import Restored, Skipped
-from stepfast.ranks import EVERY_RANK, RankSet
+from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
 from stepfast.step import Tier, is_tag
 from stepfast.tags import Opening, TagBook, TaggedStep, open_tag
+from stepfast.torch.attendance import Attendance
 from stepfast.torch.claims import claim, give_up
 from stepfast.torch.copying import MapLocation, copied
 from stepfast.torch.join import join_agent, join_gang
@@ -144,6 +145,8 @@ class TaggedCheckpoints:
             self._source, rank=self._environment.rank, local_world_size=self._environment.local_world_size,
             weights_only=weights_only,
         )  # fmt: skip
+        is_open = sharing is Sharing.WHOEVER_OPENS and self._environment.world_size > 1
+        self._attendance = Attendance(self._gang, self._told_sharers) if is_open else None
         atexit.register(self._at_exit)
 
     @property
@@ -170,7 +173,7 @@ class TaggedCheckpoints:
             if book.find(tag, occurrence) is not None:
                 return text
             begins_after = self._leave_newer_steps() if book.count == 0 else _SCRATCH
-            opening = Opening(tag=tag, occurrence=occurrence, now=time.time(), begins_after=begins_after)
+            opening = Opening(tag=tag, occurrence=occurrence, rank=rank, now=time.time(), begins_after=begins_after)
             return open_tag(
                 book, opening, self._reports(), on_busy=self._environment.on_busy,
                 persist_interval_seconds=self._environment.persist_interval_seconds,
@@ -179,6 +182,8 @@ class TaggedCheckpoints:
         agreed = TagBook.from_json(self._gang.update(_BOOK, change)).find(tag, occurrence)
         if agreed is None:
             raise AssertionError(f"tag {tag!r} is not in the book that rank {rank} put it into")
+        if self._attendance is not None:
+            self._attendance.open(agreed)
         return OpenTag(self, agreed)
 
     def commit(self, agreed: TaggedStep, objects: Mapping[str, Any], put_seconds: float) -> Saved:
@@ -199,6 +204,8 @@ class TaggedCheckpoints:
             self._writer.write(save)
         finally:
             self._named.objects = {}
+        if self._attendance is not None:
+            self._attendance.commit(agreed)
         self._gang.tell(f"tags/report/{self._environment.rank}", self._report(agreed.step).to_json())
         if self._link is not None:
             self._link.progress(agreed.step, {})
@@ -216,13 +223,23 @@ class TaggedCheckpoints:
         if saved is not None and saved.saved:
             saved.wait(Tier.PERSISTENT)
 
+    def _told_sharers(self, step: int, sharers: RankSet) -> None:
+        try:
+            self._writer.share(step, str(sharers))
+        except StorageError as error:
+            log.error("stepfast: step %s is not committed: %s", step, error)
+
     def _sharers(self) -> str:
+        if self._attendance is not None:
+            return UNKNOWN
         if self._sharing is Sharing.EVERY_RANK or self._environment.world_size == 1:
             return EVERY_RANK
         return str(RankSet.of([self._environment.rank]))
 
     def _reports(self) -> list[RankReport]:
         """What the ranks that share in every step last published; nothing while one of them has not yet."""
+        if self._attendance is not None:
+            return []  # whose they would be is not known yet
         ranks = range(self._environment.world_size)
         if self._sharing is Sharing.THIS_RANK:
             ranks = range(self._environment.rank, self._environment.rank + 1)
@@ -276,6 +293,7 @@ class TaggedCheckpoints:
 
     def names(self, step: int) -> list[str]:
         """What this rank saved in the step, or, when it saved nothing, the first rank that did."""
+        self._settle(step)
         return self._steps.names(step)
 
     def load(self, step: int, name: str, map_location: MapLocation = None) -> Any:
@@ -285,6 +303,7 @@ class TaggedCheckpoints:
         out to be damaged is marked superseded with all newer ones, so that the next attempt begins with an older one.
         """
         began = time.perf_counter()
+        self._settle(step)
         try:
             item = self._steps.load(step, name, map_location)
         except CheckpointDamaged as error:
@@ -295,6 +314,12 @@ class TaggedCheckpoints:
             seconds = time.perf_counter() - began
             self._link.tell(Restored(step=step, tier=str(self._steps.tier), time=time.time(), seconds=seconds))
         return item
+
+    def _settle(self, step: int) -> None:
+        """What this rank has saved is there before it is read."""
+        for saved in self._saves.values():
+            if saved.step == step:
+                saved.wait(Tier.PERSISTENT)
 
     def _has_begun(self) -> bool:
         """Whether the run has opened a tag."""
@@ -329,6 +354,8 @@ class TaggedCheckpoints:
         give_up(self._run_key, self)
         atexit.unregister(self._at_exit)
         self._steps.close()
+        if self._attendance is not None:
+            self._attendance.close()
         self._writer.close()
 
     def _at_exit(self) -> None:

@@ -1,0 +1,296 @@
+"""Steps by tag and name, in one process: what is put is what comes back, whatever happens to it meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stepfast import catalog
+from stepfast.errors import CheckpointDamaged, CheckpointerOpen, CheckpointNotFound, CheckpointUnsafe
+from stepfast.layout import job_folder
+from stepfast.step import OnBusy
+from stepfast.storage import open_store
+from stepfast.torch.tagged import Sharing, TaggedCheckpoints
+
+Make = Callable[..., TaggedCheckpoints]
+
+
+@pytest.fixture
+def make(any_bench: Any) -> Iterator[Make]:
+    """Checkpoints of one job, each of a run of its own; without and with an agent."""
+    with maker(any_bench) as make:
+        yield make
+
+
+@contextmanager
+def maker(bench: Any) -> Iterator[Make]:
+    made: list[TaggedCheckpoints] = []
+
+    def begin(*, weights_only: bool = False, **changes: Any) -> TaggedCheckpoints:
+        for earlier in made:
+            earlier.close()
+        made.append(
+            TaggedCheckpoints(
+                sharing=Sharing.THIS_RANK, environment=bench.environment(**changes), weights_only=weights_only
+            )
+        )
+        return made[-1]
+
+    yield begin
+    for checkpoints in made:
+        checkpoints.close()
+
+
+def save(checkpoints: TaggedCheckpoints, tag: str, **objects: Any) -> int:
+    opened = checkpoints.open(tag)
+    for name, item in objects.items():
+        opened.put(name, item)
+    saved = opened.commit()
+    saved.wait()
+    return saved.step
+
+
+def test_objects_come_back_by_tag_and_name(make: Make, assert_same: Any) -> None:
+    model = nn.Linear(300, 200)
+    objects = {
+        "model": model.state_dict(),
+        "optim/rank 0.pt": {"lr": 0.1, "moments": [torch.randn(7), None]},
+        "args": b"\0\1",
+    }
+    checkpoints = make()
+    save(checkpoints, "global_step500", **objects)
+    again = make()
+    found = again.find("global_step500")
+    assert found is not None
+    assert (found.step, again.names(500)) == (500, list(objects))
+    for name, item in objects.items():
+        assert_same(item, again.load(500, name))
+
+
+def test_what_is_put_is_saved_as_it_was_then(make: Make) -> None:
+    weights, history = torch.ones(1000), [1, 2]
+    tied = {"weights": weights, "head": weights[:10], "history": history}
+    checkpoints = make()
+    opened = checkpoints.open("global_step1")
+    opened.put("state", tied)
+    weights.zero_()
+    history.append(3)
+    tied["more"] = 1
+    opened.put("state2", {"weights": weights})
+    opened.commit()
+    loaded = checkpoints.load(1, "state")
+    assert (loaded["weights"].sum(), loaded["history"], len(loaded)) == (1000, [1, 2], 3)
+    loaded["weights"][0] = 7
+    assert loaded["head"][0] == 7  # tied as they were
+    assert checkpoints.load(1, "state2")["weights"].sum() == 0
+
+
+def test_object_that_is_put_again_replaces_the_first(make: Make) -> None:
+    checkpoints = make()
+    opened = checkpoints.open("global_step1")
+    opened.put("x", 1)
+    opened.put("x", 2)
+    opened.commit()
+    assert (checkpoints.names(1), checkpoints.load(1, "x")) == (["x"], 2)
+
+
+def test_committed_tag_takes_nothing_more(make: Make) -> None:
+    checkpoints = make()
+    opened = checkpoints.open("global_step1")
+    opened.put("x", 1)
+    first = opened.commit()
+    assert opened.commit() is first
+    with pytest.raises(ValueError, match="committed"):
+        opened.put("y", 2)
+
+
+def test_newest_step_of_a_tag_is_found(make: Make) -> None:
+    checkpoints = make()
+    for value in (1, 2, 3):
+        save(checkpoints, "last", x=value)
+    save(checkpoints, "best", x=9)
+    found = checkpoints.find("last")
+    assert found is not None
+    assert checkpoints.load(found.step, "x") == 3
+    assert [step.tag for step in checkpoints.steps()] == ["last", "last", "last", "best"]
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.tag == "best"
+
+
+@pytest.mark.parametrize("tag", ["", " ", "a\nb", "x" * 300])
+def test_tag_that_cannot_be_is_refused(make: Make, tag: str) -> None:
+    with pytest.raises(ValueError, match="cannot be a tag"):
+        make().open(tag)
+
+
+def test_name_that_was_never_saved_is_not_found(make: Make) -> None:
+    checkpoints = make()
+    save(checkpoints, "global_step1", x=1)
+    with pytest.raises(CheckpointNotFound, match="holds no 'y'"):
+        checkpoints.load(1, "y")
+    with pytest.raises(CheckpointNotFound, match="not committed"):
+        checkpoints.load(2, "x")
+    assert checkpoints.find("global_step2") is None
+
+
+# ---------------------------------------------------------------- which step a run goes on from
+
+
+def test_run_that_loads_nothing_begins_a_history_of_its_own(make: Make) -> None:
+    save(make(), "global_step500", x=1)
+    anew = make()
+    save(anew, "global_step3", x=2)
+    assert [step.step for step in anew.steps()] == [3]
+
+
+def test_run_that_loads_an_older_step_leaves_the_newer_behind(make: Make) -> None:
+    first = make()
+    for step in (1, 2, 3):
+        save(first, f"global_step{step}", x=step)
+    second = make()
+    assert second.load(2, "x") == 2
+    assert [step.step for step in second.steps()] == [1, 2, 3]  # until it saves something
+    assert save(second, "best", x=9) == 3
+    assert [(step.step, step.tag) for step in second.steps()] == [
+        (1, "global_step1"), (2, "global_step2"), (3, "best"),
+    ]  # fmt: skip
+
+
+def test_newest_of_the_steps_that_were_loaded_is_what_a_run_goes_on_from(make: Make) -> None:
+    first = make()
+    for step in (1, 2, 3):
+        save(first, f"global_step{step}", x=step)
+    second = make()
+    second.load(3, "x")
+    second.load(1, "x")  # only to compare
+    save(second, "global_step4", x=4)
+    assert [step.step for step in second.steps()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("named", "found"), [(None, 3), (2, 2), (0, None)], ids=["nothing", "a-step", "from-scratch"])
+def test_launcher_names_the_step_to_go_on_from(make: Make, named: int | None, found: int | None) -> None:
+    first = make()
+    for step in (1, 2, 3):
+        save(first, f"global_step{step}", x=step)
+    latest = make(resume_step=named).latest()
+    assert (latest.step if latest is not None else None) == found
+
+
+# ---------------------------------------------------------------- damage and refusals
+
+
+def data_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+@pytest.fixture
+def make_direct(bench: Any) -> Iterator[Make]:
+    """The same without an agent, whose memory would have whole what is damaged in the storage."""
+    with maker(bench) as make:
+        yield make
+
+
+def test_damaged_step_is_named_and_set_aside_for_the_next_attempt(make_direct: Make, bench: Any) -> None:
+    first = make_direct()
+    for step in (1, 2):
+        save(first, f"global_step{step}", x=torch.ones(100_000))
+    first.close()
+    (path,) = data_files(bench.step_folder(2))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    second = make_direct()
+    with pytest.raises(CheckpointDamaged, match=path.name) as caught:
+        second.load(2, "x")
+    assert (caught.value.step, caught.value.older_step) == (2, 1)
+    latest = make_direct().latest()
+    assert latest is not None
+    assert latest.step == 1
+    store = open_store(bench.storage.as_uri())
+    assert [found.step for found in catalog.superseded_steps(store, job_folder(bench.job))] == [2]
+    store.close()
+
+
+class Custom:
+    """Travels pickled."""
+
+
+def test_pickled_object_is_refused_where_weights_alone_may_be_loaded(make: Make) -> None:
+    save(make(), "global_step1", plain={"x": torch.ones(3)}, custom=Custom())
+    careful = make(weights_only=True)
+    assert careful.load(1, "plain")["x"].sum() == 3
+    with pytest.raises(CheckpointUnsafe):
+        careful.load(1, "custom")
+    assert isinstance(make().load(1, "custom"), Custom)
+
+
+def test_second_one_of_a_run_is_refused(make: Make, any_bench: Any) -> None:
+    checkpoints = make()
+    with pytest.raises(CheckpointerOpen, match="TaggedCheckpoints"):
+        TaggedCheckpoints(sharing=Sharing.THIS_RANK, environment=checkpoints.environment)
+    with pytest.raises(CheckpointerOpen, match="TaggedCheckpoints"):
+        any_bench.make(checkpoints.environment, state={})
+
+
+# ---------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        None,
+        "cpu",
+        torch.device("cpu"),
+        {"cuda:0": "cpu"},
+        lambda storage, device: storage,
+        lambda storage, device: None,
+    ],
+    ids=["own", "text", "device", "table", "function", "function-that-leaves-it"],
+)
+def test_tensors_go_where_they_are_asked_for(make: Make, location: Any) -> None:
+    checkpoints = make()
+    save(checkpoints, "global_step1", x={"w": torch.ones(3)})
+    assert checkpoints.load(1, "x", location)["w"].device.type == "cpu"
+
+
+def test_tensors_can_be_loaded_without_their_bytes(make: Make) -> None:
+    checkpoints = make()
+    save(checkpoints, "global_step1", x={"w": torch.ones(3)})
+    assert checkpoints.load(1, "x", "meta")["w"].is_meta
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_tag_is_skipped_when_memory_is_exhausted_and_the_job_says_so(
+    bench: Any, start_agent: Any, until: Any, tmp_path: Path
+) -> None:
+    agent = start_agent(limit_bytes=10 << 20)
+    bench.socket = agent.socket
+    checkpoints = TaggedCheckpoints(
+        sharing=Sharing.THIS_RANK,
+        environment=bench.environment(on_busy=OnBusy.SKIP, persist_interval_seconds=0.0),
+    )
+    try:
+        (bench.storage / "local").mkdir(parents=True)
+        bench.folder.write_bytes(b"")  # nothing can be persisted
+        outcomes = [save_all(checkpoints, step) for step in range(1, 5)]
+        assert outcomes[0] is True
+        assert False in outcomes
+    finally:
+        os.unlink(bench.folder)
+        checkpoints.close()
+
+
+def save_all(checkpoints: TaggedCheckpoints, step: int) -> bool:
+    opened = checkpoints.open(f"global_step{step}")
+    opened.put("x", torch.zeros(4 << 20, dtype=torch.uint8))
+    return opened.commit().saved
