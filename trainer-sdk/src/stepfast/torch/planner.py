@@ -11,9 +11,10 @@ import torch
 from stepfast.environment import Environment
 from stepfast.torch.garbage import garbage_kept
 from stepfast.torch.objects import RNG, ObjectSet
+from stepfast.torch.pickled import Skeletons
 from stepfast.torch.plan import SavePlan
 from stepfast.torch.rng import get_rng_state
-from stepfast.torch.state import Collected, Found, collect, encode_value, has_pickles
+from stepfast.torch.state import Collected, Found, collect, describe, encode_value, has_pickles
 
 log = logging.getLogger("stepfast")
 
@@ -34,9 +35,10 @@ class Planner:
             root = self._objects.state()
             root[RNG] = get_rng_state()
             plan = self.plan
-            found = plan.retrace(root) if plan is not None else None
+            skeletons = plan.make_skeletons() if plan is not None else Skeletons()
+            found = plan.retrace(root, skeletons) if plan is not None else None
             if plan is None or found is None:
-                found = collected = collect(root)
+                found = collected = collect(root, skeletons)
                 if plan is None or not plan.fits(collected):
                     plan = self.plan = self._make_plan(root, collected)
             tail = plan.header_tail(self._variable(step, found))
@@ -47,11 +49,13 @@ class Planner:
             log.warning(
                 "stepfast: the state holds objects that only travel pickled; restoring them needs weights_only=False"
             )
+        structure, names = describe(root, "", collected.objects)
         return SavePlan(
             root,
             collected,
-            self._objects.replicated_tensors(root, collected),
-            prefix="",
+            structure,
+            [name.removeprefix(".") for name in names],
+            self._objects.replicated_tensors(structure, len(names)),
             rank=self._environment.rank,
             world_size=self._environment.world_size,
             replicated_objects=self._objects.replicated_names,
