@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepfast.torch.dtypes import flat_bytes
+from stepfast.torch.pickled import Skeletons
 from stepfast.torch.retrace import Retrace
 from stepfast.torch.state import collect
 
@@ -82,9 +83,9 @@ def test_any_nest_comes_back_bit_for_bit(
 @given(known=NESTS, other=NESTS)
 def test_known_nest_is_walked_again_alike_and_no_other_is_taken_for_it(known: Any, other: Any) -> None:
     """The quick walk of a save finds what the slow one finds, or leaves the nest to it."""
-    retrace = Retrace(known)
+    retrace = Retrace(known, collect(known).objects)
     for nest in (known, other):
-        collected, found = collect(nest), retrace.collect(nest)
+        collected, found = collect(nest), retrace.collect(nest, Skeletons())
         if found is None:
             continue
         assert collected.tokens == collect(known).tokens
@@ -109,4 +110,4 @@ def test_ordinary_state_is_walked_quickly() -> None:
     known, again = state(), state()
     again["optimizer"]["param_groups"][0]["lr"] = 1
     again["data"]["seed"] = 3
-    assert Retrace(known).collect(again) is not None
+    assert Retrace(known, ()).collect(again, Skeletons()) is not None

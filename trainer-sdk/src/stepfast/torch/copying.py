@@ -22,7 +22,7 @@ def copied(item: Any) -> Any:
     Raises StateUnsupported for what cannot be saved.
     """
     collected = collect(item)
-    structure, names = describe(item, "")
+    structure, names = describe(item, "", collected.objects)
     found = sharing.find_sharing(collected.tensors, names)
     bases = {index: _copy_of(found.source(index, collected.tensors)) for index in range(len(found.bases))}
     tensors = sharing.materialise(found, bases, {}, device_of=lambda device: "cpu")

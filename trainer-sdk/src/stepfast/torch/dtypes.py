@@ -17,6 +17,7 @@ NATIVE: dict[torch.dtype, str] = {
 if hasattr(torch, "float8_e8m0fnu"):  # since torch 2.7
     NATIVE[torch.float8_e8m0fnu] = "F8_E8M0"
 
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # classes that say no more of a tensor than its flags do
 _TWINS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _QUANTISED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
 
@@ -36,15 +37,22 @@ def parse_dtype(name: str) -> torch.dtype:
 
 def check_saveable(tensor: torch.Tensor, where: str) -> None:
     """Raises StateUnsupported, saying where and why, for tensors that have no plain bytes."""
+    if (why_not := unsaveable(tensor)) is not None:
+        raise StateUnsupported(f"{where} {why_not}")
+
+
+def unsaveable(tensor: torch.Tensor) -> str | None:
+    """Why the tensor has no plain bytes; None when it has."""
     name = dtype_name(tensor.dtype)
     if tensor.is_quantized or name in _QUANTISED:
-        raise StateUnsupported(f"{where} is quantised ({name}): save its int_repr(), scales and zero points instead")
+        return f"is quantised ({name}): save its int_repr(), scales and zero points instead"
     if tensor.layout is not torch.strided:
-        raise StateUnsupported(f"{where} has the layout {tensor.layout}: save its indices and values instead")
+        return f"has the layout {tensor.layout}: save its indices and values instead"
     if tensor.device.type == "meta":
-        raise StateUnsupported(f"{where} is on the meta device: it has no bytes")
+        return "is on the meta device: it has no bytes"
     if tensor.is_nested:
-        raise StateUnsupported(f"{where} is a nested tensor: save its values and offsets instead")
+        return "is a nested tensor: save its values and offsets instead"
+    return None
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:

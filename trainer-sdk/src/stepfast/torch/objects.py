@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepfast.errors import CheckpointMismatch
 from stepfast.torch.rng import get_rng_state
-from stepfast.torch.state import Collected, collect
+from stepfast.torch.state import Json, leaves
 from stepfast.torch.targets import OwnState
 
 RNG = "rng"
@@ -50,25 +50,25 @@ class ObjectSet:
         }
         return {**states, RNG: get_rng_state()}
 
-    def replicated_tensors(self, root: Mapping[str, Any], collected: Collected) -> list[bool]:
-        """For each collected tensor of the root, in order, whether all ranks have the same.
+    def replicated_tensors(self, structure: Json, count: int) -> list[bool]:
+        """For each of the `count` tensors of the state that is described so, whether all ranks have the same.
 
         Of a DDP-wrapped module these are the parameters that DDP keeps equal; its buffers are each rank's own between
-        two forward passes.
+        two forward passes. Pickles are each rank's own: equal objects may look different in theirs.
         """
-        flags: list[bool] = []
-        for name, state in root.items():
+        shared: set[int] = set()
+        own: set[int] = set()
+        for name, child in structure[1]:
             item = self._objects.get(name)
-            count = len(collect(state).tensors)
             if name in self._declared:
-                flags += [True] * count
+                shared.update(_tensors_in(child))
             elif _is_ddp(item) and name in self.replicated_names:
-                flags += _parameter_flags(item, state)
+                parameters = _replicated_parameters(item)
+                for key, value in child[1]:
+                    (shared if key in parameters else own).update(_tensors_in(value))
             else:
-                flags += [False] * count
-        if len(flags) != len(collected.tensors):
-            raise AssertionError("the state changed while it was described")
-        return flags
+                own.update(_tensors_in(child))
+        return [number in shared and number not in own for number in range(count)]
 
     def own_states(self) -> dict[str, OwnState]:
         """The states whose tensors are surely the objects' own memory: what is written to them, the object has.
@@ -130,13 +130,18 @@ def _unwrapped(item: Any) -> Any:
     return item.module if _is_ddp(item) else item
 
 
-def _parameter_flags(model: DistributedDataParallel, state: Mapping[str, Any]) -> list[bool]:
-    parameters = {name for name, _ in model.module.named_parameters(remove_duplicate=False)}
-    parameters -= set(model.parameters_to_ignore)
-    flags: list[bool] = []
-    for key, value in state.items():
-        flags += [key in parameters] * len(collect(value).tensors)
-    return flags
+def _replicated_parameters(model: DistributedDataParallel) -> set[str]:
+    names = {name for name, _ in model.module.named_parameters(remove_duplicate=False)}
+    return names - set(model.parameters_to_ignore)
+
+
+def _tensors_in(structure: Json) -> Iterator[int]:
+    """But for the pickles."""
+    for tag, content in leaves(structure):
+        if tag == "p":
+            yield from content[1]
+        elif tag != "v":
+            yield content
 
 
 _MODULE_METHODS = (

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from stepfast.torch.devicecopy import DeviceCopy, Pending
+from stepfast.torch.dtypes import PLAIN_TENSORS
 from stepfast.torch.plan import SavePlan
 from stepfast.torch.sharing import span
 from stepfast.torch.staging import MappedSlot
-from stepfast.torch.state import PLAIN_TENSORS
 
 log = logging.getLogger("stepfast")
 

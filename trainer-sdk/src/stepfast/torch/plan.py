@@ -19,11 +19,12 @@ import torch
 from stepfast.tensorfile import HeaderPlan, TensorSpec
 from stepfast.torch import sharing
 from stepfast.torch.dtypes import NATIVE, as_stored, parse_dtype, stored_form
+from stepfast.torch.pickled import Skeletons
 from stepfast.torch.retrace import Retrace
 from stepfast.torch.sharing import Base, Sharing
-from stepfast.torch.state import Collected, Found, describe
+from stepfast.torch.state import Collected, Found, Json
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 _shape, _dtype, _pointer = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.data_ptr
 _MIN_CUT_BYTES = 64 * 1024  # smaller tensors are not cut into rows
 
@@ -89,17 +90,15 @@ class SavePlan:
     """The file of one rank for states of one structure."""
 
     def __init__(
-        self, root: object, collected: Collected, replicated: Sequence[bool], *,
-        prefix: str, rank: int, world_size: int,
-        replicated_objects: Sequence[str] = (),
+        self, root: object, collected: Collected, structure: Json, names: Sequence[str], replicated: Sequence[bool], *,
+        rank: int, world_size: int, replicated_objects: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        structure, names = describe(root, prefix)
-        names = [name.removeprefix(".") for name in names]
         self._tokens = collected.tokens
         # First, as it refuses tensors that have no plain bytes.
         self._sharing = sharing.find_sharing(collected.tensors, names)
         self._signature = Signature(collected.tensors, self._sharing)
-        self._retrace = Retrace(root)
+        self._retrace = Retrace(root, collected.objects)
+        self._rooms = [collected.tensors[placed.skeleton].numel() for placed in collected.objects]
         shared = _replicated_bases(self._sharing, replicated) if world_size > 1 else []
         division = divide([self._sharing.bases[i] for i in shared], world_size)
         self._pieces = _own_pieces(self._sharing, shared, division, rank)
@@ -159,9 +158,13 @@ class SavePlan:
             forms.append((dtype if dtype in NATIVE else torch.uint8, spec.shape))
         return forms
 
-    def retrace(self, root: object) -> Found | None:
+    def make_skeletons(self) -> Skeletons:
+        """For the next state's objects that only travel pickled, in the room that the layout has for them."""
+        return Skeletons(self._rooms)
+
+    def retrace(self, root: object, skeletons: Skeletons) -> Found | None:
         """What another state holds, found quickly, if it is laid out as the plan's; None: collect it to know."""
-        found = self._retrace.collect(root)
+        found = self._retrace.collect(root, skeletons)
         return found if found is not None and self._signature.holds_for(found.tensors) else None
 
     def fits(self, collected: Collected) -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from stepfast.environment import Environment
 from stepfast.torch.garbage import garbage_kept
+from stepfast.torch.pickled import Skeletons
 from stepfast.torch.plan import SavePlan
-from stepfast.torch.state import Collected, Found, collect, encode_value, has_pickles
+from stepfast.torch.state import Collected, Found, Json, collect, describe, encode_value, has_pickles
 
 log = logging.getLogger("stepfast")
 
@@ -27,8 +28,8 @@ class Objects(Protocol):
     def state(self) -> dict[str, Any]:
         """The states by name."""
 
-    def replicated_tensors(self, root: Mapping[str, Any], collected: Collected) -> list[bool]:
-        """For each collected tensor of the root, in order, whether all ranks have the same."""
+    def replicated_tensors(self, structure: Json, count: int) -> list[bool]:
+        """For each of the `count` tensors of the state that is described so, whether all ranks have the same."""
 
 
 class Planner:
@@ -46,9 +47,10 @@ class Planner:
         with garbage_kept():
             root = self._objects.state()
             plan = self.plan
-            found = plan.retrace(root) if plan is not None else None
+            skeletons = plan.make_skeletons() if plan is not None else Skeletons()
+            found = plan.retrace(root, skeletons) if plan is not None else None
             if plan is None or found is None:
-                found = collected = collect(root)
+                found = collected = collect(root, skeletons)
                 if plan is None or not plan.fits(collected):
                     plan = self.plan = self._make_plan(root, collected)
             tail = plan.header_tail(self._variable(step, found))
@@ -59,11 +61,13 @@ class Planner:
             log.warning(
                 "stepfast: the state holds objects that only travel pickled; restoring them needs weights_only=False"
             )
+        structure, names = describe(root, "", collected.objects)
         return SavePlan(
             root,
             collected,
-            self._objects.replicated_tensors(root, collected),
-            prefix="",
+            structure,
+            [name.removeprefix(".") for name in names],
+            self._objects.replicated_tensors(structure, len(names)),
             rank=self._environment.rank,
             world_size=self._environment.world_size,
             replicated_objects=self._objects.replicated_names,

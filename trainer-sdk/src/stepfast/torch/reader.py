@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from stepfast.torch.dtypes import NATIVE, as_movable, parse_dtype
 from stepfast.torch.plan import STATE_VERSION, Rows, divide, piece_name, row_dimension
 from stepfast.torch.sharing import Base, Sharing
 from stepfast.torch.sources import Source, read_record
-from stepfast.torch.state import rebuild, tensors_in
+from stepfast.torch.state import Json, leaves, rebuild, tensors_in
 from stepfast.torch.targets import OwnState
 from stepfast.torch.verifiedfile import Extent, FileMismatch, VerifiedFile
 
@@ -55,6 +55,7 @@ class _Contents:
     values: Sequence[Any]
     found: Sharing
     pieces: Sequence[_Piece]
+    pickled: Collection[int]  # the bases that pickled objects are made of
     may_hold_pickles: bool
 
 
@@ -184,6 +185,7 @@ class StepReader:
                 values=json.loads(values),
                 found=found,
                 pieces=self._pieces(rank, document, found),
+                pickled=_pickled_bases(document["structure"], found) if '["p",' in about else (),
                 may_hold_pickles='["p",' in about or '["pickle",' in about + values,
             )
         return self._contents[rank]
@@ -217,7 +219,7 @@ class StepReader:
     def _read(self, rank: int, own: Mapping[str, OwnState], *, weights_only: bool) -> dict[str, Any]:
         contents = self._open(rank)
         found, structure = contents.found, contents.document["structure"]
-        chosen = targets.choose(structure, found, own)
+        chosen = targets.choose(structure, found, own, contents.pickled)
         bases = {i: chosen[i] if i in chosen else targets.empty(base) for i, base in enumerate(found.bases)}
         self._deliver([piece for piece in contents.pieces if piece.base not in chosen], bases, found)
         tensors = sharing.materialise(found, bases, chosen)
@@ -305,6 +307,11 @@ class StepReader:
 
 class _MemoryMismatch(CheckpointError):
     """The memory tier's bytes are not the step's; the storage's may be."""
+
+
+def _pickled_bases(structure: Json, found: Sharing) -> set[int]:
+    numbers = [number for tag, content in leaves(structure) if tag == "p" for number in content[1]]
+    return {place if isinstance(place, int) else place.base for place in map(found.places.__getitem__, numbers)}
 
 
 def _by_rank(pieces: Sequence[_Piece]) -> dict[int, list[_Piece]]:

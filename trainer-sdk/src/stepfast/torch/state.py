@@ -1,25 +1,26 @@
 """A nest of containers as a list of tensors, a list of other values and a structure that holds the two together.
 
 The structure is what stays the same from save to save; it is described once. Values (numbers, strings, generator
-states) are encoded as JSON at each save. Any object beyond that travels only by torch's own pickling, and is refused
-at load unless `weights_only=False`.
+states) are encoded as JSON at each save. Any object beyond that travels only pickled (`stepfast.torch.pickled`), and is
+refused at load unless `weights_only=False`.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import json
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 
-from stepfast.errors import CheckpointUnsafe, StateUnsupported
-from stepfast.torch.dtypes import dtype_name, parse_dtype
+from stepfast.errors import StateUnsupported
+from stepfast.torch.dtypes import PLAIN_TENSORS, dtype_name, parse_dtype
+from stepfast.torch.pickled import Placed, Skeletons, load_skeleton, pickle_value, unpickle_value
 
 Json = Any  # what json.dumps takes
 
@@ -29,7 +30,6 @@ _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "none": None, "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
     "set": set, "tuple": tuple,
 }  # fmt: skip
-PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _MAX_DEPTH = 200
 _BLOB_LENGTH = 64 * 1024  # longer bytes and strings are stored as tensors
 _DECIMAL_BITS = 1024  # Python writes larger integers in decimal slowly, and from 4300 digits on not at all
@@ -39,20 +39,41 @@ _DECIMAL_BITS = 1024  # Python writes larger integers in decimal slowly, and fro
 class Found:
     """What one walk found, in order."""
 
-    tensors: list[torch.Tensor]
-    values: list[object]
+    skeletons: Skeletons
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    values: list[object] = field(default_factory=list)
+    objects: list[Placed] = field(default_factory=list)  # those that only travel pickled
+    _numbers: dict[int, int] = field(default_factory=dict)  # of their tensors, by identity
+
+    def add_object(self, node: object) -> Placed:
+        """Places an object's tensors, unless one before it has them too, and its skeleton behind them."""
+        skeleton = self.skeletons.of(node)
+        added = []
+        for tensor, name in zip(skeleton.tensors, skeleton.names, strict=True):
+            if id(tensor) not in self._numbers:
+                self._numbers[id(tensor)] = len(self.tensors)
+                self.tensors.append(tensor)
+                added.append((name, type(tensor), tensor.requires_grad))
+        numbers = tuple(self._numbers[id(tensor)] for tensor in skeleton.tensors)
+        placed = Placed(len(self.tensors), numbers, tuple(added))
+        room = self.skeletons.room(len(self.objects), len(skeleton.data))
+        self.tensors.append(skeleton.tensor(room))
+        self.objects.append(placed)
+        return placed
 
 
 @dataclass(slots=True)
 class Collected(Found):
     """With the structure: `tokens` is equal for two walks exactly when it is the same."""
 
-    tokens: list[object]
+    tokens: list[object] = field(default_factory=list)
 
 
-def collect(root: object) -> Collected:
-    """Walks the nest. Raises StateUnsupported for a nest that contains itself or is nested too deeply."""
-    found = Collected([], [], [])
+def collect(root: object, skeletons: Skeletons | None = None) -> Collected:
+    """Walks the nest. Raises StateUnsupported for a nest that contains itself or is nested too deeply, and for an
+    object in it that cannot be pickled.
+    """
+    found = Collected(skeletons or Skeletons())
     _collect(root, found, 0)
     return found
 
@@ -77,16 +98,21 @@ def _collect(node: Any, found: Collected, depth: int) -> None:
     elif (tag := leaf_tag(node)) == "v":
         found.values.append(node)
         found.tokens.append("v")
+    elif tag == "p":
+        found.tokens.append(found.add_object(node))
     else:
         found.tensors.append(leaf_tensor(tag, node))
         found.tokens.append(tag)
 
 
-def describe(root: object, prefix: str) -> tuple[Json, list[str]]:
-    """The structure as JSON, and a name for each tensor that `collect` yields, in its order; names are unique."""
+def describe(root: object, prefix: str, objects: Sequence[Placed]) -> tuple[Json, list[str]]:
+    """The structure as JSON, and a name for each tensor that `collect` yields, in its order; names are unique.
+
+    `objects`: as `collect` found them.
+    """
     names: list[str] = []
     used = {f"{prefix}.__metadata__"}  # the one name that the file format keeps for itself
-    counts = {"t": 0, "v": 0}
+    values, left = count(), iter(objects)
 
     def unique(path: str) -> str:
         name, n = path, 1
@@ -98,8 +124,13 @@ def describe(root: object, prefix: str) -> tuple[Json, list[str]]:
 
     def leaf(kind: str, path: str) -> Json:
         names.append(unique(path))
-        counts["t"] += 1
-        return [kind, counts["t"] - 1]
+        return [kind, len(names) - 1]
+
+    def pickled(path: str) -> Json:
+        placed = next(left)
+        names.extend(unique(f"{path}.{_key_text(name)}") for name, _, _ in placed.added)
+        names.append(unique(path))
+        return ["p", [placed.skeleton, placed.tensors]]
 
     def walk(node: Any, path: str) -> Json:
         kind = type(node)
@@ -114,23 +145,34 @@ def describe(root: object, prefix: str) -> tuple[Json, list[str]]:
         if kind in SEQUENCES:
             return [SEQUENCES[kind], [walk(child, f"{path}.{i}") for i, child in enumerate(node)]]
         tag = leaf_tag(node)
-        if tag != "v":
-            return leaf(tag, path)
-        counts["v"] += 1
-        return ["v", counts["v"] - 1]
+        if tag == "p":
+            return pickled(path)
+        return ["v", next(values)] if tag == "v" else leaf(tag, path)
 
     return walk(root, prefix), names
 
 
-def tensors_in(structure: Json) -> Iterator[int]:
-    """The numbers of the tensors in what `describe` says of a nest, or of a part of it."""
+def leaves(structure: Json) -> Iterator[tuple[str, Any]]:
+    """What `describe` says of each leaf: a tag, and the number of its tensor or value; of an object (`p`) those of its
+    skeleton and of its tensors.
+    """
     left = [structure]
     while left:
         tag, content = left.pop()
         if tag in ("list", "tuple"):
             left += content
-        elif isinstance(content, list):
+        elif isinstance(content, list) and tag != "p":
             left += [child for _, child in content]
+        else:
+            yield tag, content
+
+
+def tensors_in(structure: Json) -> Iterator[int]:
+    """The numbers of all tensors that a nest, or a part of it, is rebuilt from."""
+    for tag, content in leaves(structure):
+        if tag == "p":
+            skeleton, own = content
+            yield from (skeleton, *own)
         elif tag != "v":
             yield content
 
@@ -150,7 +192,8 @@ def rebuild(  # noqa: C901  # a table: one case a tag
             case "n" | "bytes" | "bytearray" | "str":
                 return _LEAVES[tag][1](tensors[content].numpy())
             case "p":
-                return _unpickled(tensors[content], weights_only)
+                skeleton, own = content
+                return load_skeleton(tensors[skeleton], [tensors[i] for i in own], weights_only=weights_only)
             case "list":
                 return [walk(child) for child in content]
             case "tuple":
@@ -172,7 +215,7 @@ def rebuild(  # noqa: C901  # a table: one case a tag
 
 def has_pickles(collected: Collected) -> bool:
     """Whether some object can only travel pickled."""
-    return "p" in collected.tokens
+    return bool(collected.objects)
 
 
 # ---------------------------------------------------------------- values
@@ -202,7 +245,7 @@ def encode_value(value: Any) -> Json:  # noqa: C901  # a table: one line a type
         return ["device", str(value)]
     if _is_numpy_scalar(value):
         return ["numpy", value.dtype.str, base64.b64encode(value.tobytes()).decode()]
-    return ["pickle", base64.b64encode(_pickle(value)).decode()]
+    return ["pickle", base64.b64encode(pickle_value(value)).decode()]
 
 
 def decode_value(value: Json, *, weights_only: bool) -> Any:  # noqa: C901  # a table: one case a tag
@@ -237,7 +280,7 @@ def decode_value(value: Json, *, weights_only: bool) -> Any:  # noqa: C901  # a 
             dtype = np.dtype(content)
             return np.frombuffer(base64.b64decode(value[2]), dtype=dtype)[0] if dtype.itemsize else dtype.type()
         case _:
-            return _unpickle(base64.b64decode(content), weights_only)
+            return unpickle_value(base64.b64decode(content), weights_only=weights_only)
 
 
 def _is_nested(node: Any) -> bool:
@@ -301,7 +344,7 @@ def _tensor_of_bytes(data: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-# What is neither tensor nor value, by tag: to a tensor, and back from its array.
+# What is neither tensor nor value nor pickled, by tag: to a tensor, and back from its array.
 _LEAVES: dict[str, tuple[Callable[[Any], torch.Tensor], Callable[[Any], Any]]] = {
     "n": (_tensor_of, lambda array: array),
     "bytes": (_tensor_of_bytes, lambda array: array.tobytes()),
@@ -310,17 +353,16 @@ _LEAVES: dict[str, tuple[Callable[[Any], torch.Tensor], Callable[[Any], Any]]] =
         lambda text: _tensor_of_bytes(text.encode("utf-8", "surrogatepass")),
         lambda array: array.tobytes().decode("utf-8", "surrogatepass"),
     ),
-    "p": (lambda node: _tensor_of_bytes(_pickle(node)), lambda array: array),
 }
 
 
 def leaf_tensor(tag: str, node: Any) -> torch.Tensor:
-    """The leaf as a tensor, by its tag (which is not `v`)."""
+    """The leaf as a tensor, by its tag (which is neither `v` nor `p`)."""
     return _LEAVES[tag][0](node)
 
 
 def leaf_tag(node: Any) -> str:
-    """`v`: a value, into the header; else how the leaf becomes a tensor."""
+    """`v`: a value, into the header; `p`: an object, pickled; else how the leaf becomes a tensor."""
     kind = type(node)
     if kind in (bytes, bytearray, str) and len(node) > _BLOB_LENGTH:
         return str(kind.__name__)  # a header has an upper limit, and is encoded anew at each save
@@ -351,29 +393,7 @@ def _key_text(key: object) -> str:
     return text[:200].replace("#", "%23").encode("utf-8", "backslashreplace").decode()
 
 
-def _pickle(node: object) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        torch.save(node, buffer)
-    except Exception as error:
-        raise StateUnsupported(f"an object of type {type(node).__qualname__} cannot be pickled: {error}") from error
-    return buffer.getvalue()
-
-
-def _unpickle(data: bytes, weights_only: bool) -> Any:
-    if weights_only:
-        raise CheckpointUnsafe(
-            "the checkpoint holds pickled objects, which run code when loaded: pass weights_only=False if you trust it"
-        )
-    return torch.load(io.BytesIO(data), weights_only=False)
-
-
-def _unpickled(tensor: torch.Tensor, weights_only: bool) -> Any:
-    return _unpickle(bytes(tensor.numpy()), weights_only)
-
-
 __all__ = [
-    "DICTS", "PLAIN_TENSORS", "SEQUENCES", "Collected", "Found", "collect", "decode_value", "describe", "encode_value",
-    "has_pickles", "leaf_tag", "leaf_tensor", "rebuild",
-    "tensors_in",
+    "DICTS", "SEQUENCES", "Collected", "Found", "collect", "decode_value", "describe", "encode_value", "has_pickles",
+    "leaf_tag", "leaf_tensor", "leaves", "rebuild", "tensors_in",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ from stepfast.torch.overlap import Overlap
 from stepfast.torch.planner import Planner
 from stepfast.torch.saver import Save
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source
-from stepfast.torch.state import Collected
+from stepfast.torch.state import Json
 from stepfast.torch.taggedsteps import FILE_NAME, TaggedSteps
 from stepfast.torch.writer import Saved, Writer
 
@@ -61,8 +61,8 @@ class _Named:
     def state(self) -> dict[str, Any]:
         return self.objects
 
-    def replicated_tensors(self, root: Mapping[str, Any], collected: Collected) -> list[bool]:
-        return [False] * len(collected.tensors)
+    def replicated_tensors(self, structure: Json, count: int) -> list[bool]:
+        return [False] * count
 
 
 class OpenTag:

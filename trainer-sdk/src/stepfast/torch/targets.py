@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from stepfast.torch.dtypes import parse_dtype
+from stepfast.torch.dtypes import PLAIN_TENSORS, parse_dtype
 from stepfast.torch.sharing import Base, Flags, Sharing, is_plain
-from stepfast.torch.state import PLAIN_TENSORS, Json, decode_value
+from stepfast.torch.state import Json, decode_value
 
 _LARGE_BYTES = 4 << 20  # from here on new memory is asked for in huge pages
 
@@ -32,10 +32,13 @@ class OwnState:
     keeps_flags: bool
 
 
-def choose(structure: Json, sharing: Sharing, own: Mapping[str, OwnState]) -> dict[int, torch.Tensor]:
+def choose(
+    structure: Json, sharing: Sharing, own: Mapping[str, OwnState], pickled: Collection[int] = ()
+) -> dict[int, torch.Tensor]:
     """The caller's tensor for each saved base, by its index, where there is one that can take its bytes.
 
-    `structure` is that of the whole state: a dict with an object a name.
+    `structure` is that of the whole state: a dict with an object a name. `pickled`: the bases that pickled objects are
+    put together of, before any tensor of the caller's is touched.
     """
     candidates: dict[int, tuple[torch.Tensor, bool]] = {}
     for name, child in structure[1]:
@@ -44,7 +47,7 @@ def choose(structure: Json, sharing: Sharing, own: Mapping[str, OwnState]) -> di
             candidates |= {index: (tensor, known.keeps_flags) for index, tensor in _meet(child, known.state)}
     chosen = {}
     for index, place in enumerate(sharing.places):
-        if not isinstance(place, int) or index not in candidates:
+        if not isinstance(place, int) or index not in candidates or place in pickled:
             continue
         tensor, keeps_flags = candidates[index]
         if _takes(tensor, sharing.bases[place], None if keeps_flags else sharing.flags[index]):
@@ -76,7 +79,7 @@ def _meet(structure: Json, state: Any) -> Iterator[tuple[int, torch.Tensor]]:
         elif tag in ("list", "tuple"):
             if _is_list(node) and len(node) == len(content):
                 left += zip(content, node, strict=True)
-        elif isinstance(content, list) and isinstance(node, dict):
+        elif isinstance(content, list) and tag != "p" and isinstance(node, dict):
             keys = [(key if type(key) is str else _key(key), child) for key, child in content]
             left += [(child, node[key]) for key, child in keys if key in node]
 
