@@ -115,6 +115,14 @@ def train(bench: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def runs(tmp_path: Path, load_module: Callable[[str], Any]) -> Iterator[Any]:
+    """`runs.Runs`: `stepfast run` in the test's folder."""
+    made = load_module("runs").Runs(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture
 def tmpfs(tmp_path: Path, load_module: Callable[[str], Any]) -> Iterator[Any]:
     """`faults.Mounts`: mounts a tmpfs with the given options."""
     mounts = load_module("faults").Mounts(tmp_path)

@@ -26,7 +26,7 @@ from stepfast.torch.gang import Gang
 
 log = logging.getLogger("stepfast")
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.02
 _LAST_SECONDS = 10.0  # at the end: how long ranks are waited for that have not answered
 
 
