@@ -9,7 +9,8 @@ DEMO := .stepfast/demo
 
 venv: $(READY)
 
-# DeepSpeed's operators are not built here: it builds what is used. Bytecode is made at once: where nothing may write it later, each process of a gang would compile all of torch anew.
+# DeepSpeed builds its operators when they are used. Bytecode is made at once: where nothing may write it later, each
+# process of a gang would compile all of torch anew.
 $(READY): constraints.txt requirements-dev.in trainer-sdk/pyproject.toml sidecar/pyproject.toml operator/pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
