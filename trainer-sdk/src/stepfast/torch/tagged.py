@@ -8,6 +8,7 @@ said when the job's `TaggedCheckpoints` is made (`Sharing`).
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import time
 from collections import Counter
@@ -139,6 +140,7 @@ class TaggedCheckpoints:
         self._named = _Named()
         self._planner = Planner(self._named, self._environment, weights_only=weights_only)
         self._opened: Counter[str] = Counter()
+        self._asked = 0
         self._newest: Saved | None = None
         self._saves: dict[str, Saved] = {}  # the newest of each tag
         self._steps = TaggedSteps(
@@ -155,9 +157,26 @@ class TaggedCheckpoints:
         return self._sharing
 
     @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be saved or read any more."""
+        return self._closed
+
+    @property
     def environment(self) -> Environment:
         """The rank's surroundings, as the gang knows them."""
         return self._environment
+
+    # ------------------------------------------------------------ in the loop
+
+    def progress(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Tells that a step is done: the heartbeat. `metrics`: numbers to show beside it."""
+        if self._link is not None:
+            self._link.progress(step, metrics or {})
+
+    @property
+    def save_requested(self) -> bool:
+        """Whether the job is to be stopped, and its ranks are to save before that."""
+        return self._link is not None and self._link.save_requested
 
     # ------------------------------------------------------------ saving
 
@@ -295,6 +314,15 @@ class TaggedCheckpoints:
         """What this rank saved in the step, or, when it saved nothing, the first rank that did."""
         self._settle(step)
         return self._steps.names(step)
+
+    def names_of_all(self, step: int) -> list[str]:
+        """What any of the step's ranks saved, each name once. Every rank calls it."""
+        ranks = self._steps.ranks(step)
+        world_size, rank = self._environment.world_size, self._environment.rank
+        own = {name for other in ranks[rank::world_size] for name in self._steps.names_of(step, other)}
+        self._asked += 1
+        told = self._gang.exchange(f"tags/names/{self._asked}", json.dumps(sorted(own)))
+        return sorted({name for names in told for name in json.loads(names)})
 
     def load(self, step: int, name: str, map_location: MapLocation = None) -> Any:
         """The object of that name as this rank saved it, or, when it did not, the first rank that has.

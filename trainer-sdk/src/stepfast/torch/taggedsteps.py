@@ -44,6 +44,14 @@ class TaggedSteps:
         reader = self._open(step)
         return next((names for rank in self._ranks(reader) if (names := reader.names(rank))), [])
 
+    def ranks(self, step: int) -> Sequence[int]:
+        """Those that saved something in the step, ascending."""
+        return self._open(step).ranks
+
+    def names_of(self, step: int, rank: int) -> list[str]:
+        """What that rank saved in the step."""
+        return self._open(step).names(rank)
+
     def load(self, step: int, name: str, map_location: MapLocation = None) -> Any:
         """The object of that name as this rank saved it, or, when it did not, the first rank that has.
 
