@@ -24,6 +24,7 @@ import torch
 from stepfast.environment import read_environment
 from stepfast.errors import SpecError
 from stepfast.integrations.missing import missing
+from stepfast.nebula.names import leave_names
 from stepfast.nebula.settings import Settings, make_settings
 from stepfast.torch.rng import get_rng_state, set_rng_state
 from stepfast.torch.sources import CommittedStep
@@ -110,7 +111,7 @@ class StepfastCheckpointEngine(CheckpointEngine):
             return
         # Nothing is trained between this and the commit.
         self._opened.put(os.path.basename(path), state_dict, copy=False)
-        _leave_name(Path(path))
+        Path(path).touch(exist_ok=True)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Stages what was saved. False when memory is exhausted and the job skips what does not fit."""
@@ -147,12 +148,7 @@ class StepfastCheckpointEngine(CheckpointEngine):
             found = self._checkpoints.latest() if tag is None else self._checkpoints.find(str(tag))
             if found is None:
                 return load_checkpoint(load_dir, tag, *args, **kwargs)
-            own_tag = found.tag or f"global_step{found.step}"
-            names = set(self._checkpoints.names_of_all(found.step)) - {RNG}
-            folder = Path(load_dir, own_tag)
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in names:
-                _leave_name(folder / name)
+            own_tag = leave_names(self._checkpoints, found, load_dir, but=(RNG,))
             self._loading = (own_tag, found)
             try:
                 result = load_checkpoint(load_dir, own_tag, *args, **kwargs)
@@ -257,11 +253,6 @@ def _settings(block: Any) -> Settings | None:
         block.get("persistent_storage_path"), block.get("persistent_time_interval"),
         block.get("num_of_version_in_retention"), os.environ,
     )  # fmt: skip
-
-
-def _leave_name(path: Path) -> None:
-    """A file for DeepSpeed to find; one that is there stays."""
-    path.touch(exist_ok=True)
 
 
 def _has_bytes(path: str) -> bool:

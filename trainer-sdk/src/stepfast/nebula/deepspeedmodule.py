@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+from typing import Any
 
 from stepfast.nebula import engine
 from stepfast.nebula.api import (
@@ -13,6 +16,7 @@ from stepfast.nebula.api import (
     get_latest_checkpoint,
     list_checkpoints,
 )
+from stepfast.nebula.names import leave_names
 from stepfast.nebula.settings import make_settings
 from stepfast.torch.tagged import Sharing
 
@@ -25,6 +29,29 @@ def init(
     """As `nebulaml.init`; DeepSpeed calls it on every rank. Raises SpecError."""
     settings = make_settings(persistent_storage_path, persistent_time_interval, num_of_version_in_retention, os.environ)
     engine.configure(settings, Sharing.EVERY_RANK)
+    _find_without_a_disk()
+
+
+def _find_without_a_disk() -> None:
+    """DeepSpeed reads which checkpoint is the latest from a file beside it. Where the job has moved to another node
+    there is none: then it is the job's latest.
+    """
+    module: Any = sys.modules.get("deepspeed.runtime.engine")
+    if module is None or hasattr(module.DeepSpeedEngine.load_checkpoint, "__wrapped__"):
+        return
+    theirs = module.DeepSpeedEngine.load_checkpoint
+
+    @functools.wraps(theirs)
+    def load_checkpoint(self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        is_ours = type(self.checkpoint_engine).__name__ == "NebulaCheckpointEngine"
+        if is_ours and tag is None and not os.path.isfile(os.path.join(load_dir, "latest")):
+            checkpoints = engine.checkpoints()
+            found = checkpoints.latest()
+            if found is not None:
+                tag = leave_names(checkpoints, found, load_dir)
+        return theirs(self, load_dir, tag, *args, **kwargs)
+
+    module.DeepSpeedEngine.load_checkpoint = load_checkpoint
 
 
 __all__ = [
