@@ -294,3 +294,17 @@ def save_all(checkpoints: TaggedCheckpoints, step: int) -> bool:
     opened = checkpoints.open(f"global_step{step}")
     opened.put("x", torch.zeros(4 << 20, dtype=torch.uint8))
     return opened.commit().saved
+
+
+def test_no_step_is_overtaken_where_all_are_to_be_persisted(bench: Any, start_agent: Any, until: Any) -> None:
+    bench.socket = start_agent().socket
+    checkpoints = TaggedCheckpoints(sharing=Sharing.THIS_RANK, environment=bench.environment(), persist_all=True)
+    for step in range(1, 21):
+        opened = checkpoints.open(f"global_step{step}")
+        opened.put("x", torch.zeros(4 << 20, dtype=torch.uint8))
+        opened.commit()
+    checkpoints.close()
+    store = open_store(bench.storage.as_uri())
+    folder = job_folder(bench.job)
+    until(lambda: [s.step for s in catalog.committed_steps(store, folder)] == list(range(1, 21)), "all are committed")
+    store.close()

@@ -226,6 +226,10 @@ class JobPersister:
         """Removes what is not to be kept; returns the removed steps. Raises StorageError."""
         return catalog.retain(self._store, self._folder, run=run, max_to_keep=max_to_keep, protected=protected)
 
+    def remove(self, step: int) -> None:
+        """Removes a committed step. Raises StorageError."""
+        catalog.remove_committed(self._store, self._folder, step)
+
     def note_saves(self, rows: Sequence[SaveRow]) -> None:
         """Adds rows to checkpointHistories.csv."""
         append_rows(self._store, self._folder, rows)

@@ -68,6 +68,7 @@ class Server:
             "restorable": ("fetch", lambda **values: {"paths": self._persister.files_to_restore(**values)}),
             "foresee": ("foresee", lambda path: self._persister.foresee(path)),  # noqa: PLW0108  # same
             "supersede": ("keep", lambda **values: {"steps": self._persister.supersede_after(**values)}),
+            "remove": ("keep", self._remove),
             "retain": ("keep", lambda **values: {"removed": self._persister.retain(**values)}),
             "history": ("keep", self._history),
         }
@@ -113,6 +114,10 @@ class Server:
             "size": manifest.size_bytes,
             "run": manifest.run,
         }
+
+    def _remove(self, *, step: int) -> dict[str, Any]:
+        self._persister.remove(step)
+        return {}
 
     def _history(self, *, rows: list[dict[str, Any]]) -> dict[str, Any]:
         self._persister.note_saves([SaveRow(**row) for row in rows])

@@ -24,6 +24,7 @@ from stepfast.messages import (
     Hello,
     Message,
     Progress,
+    Remove,
     Reserve,
     Reserved,
     Restored,
@@ -140,6 +141,8 @@ class _RankServer:
                 self._spawn(self._answering(message.id, self._steps(message)))
             case Supersede():
                 self._spawn(self._answering(message.id, self._supersede(message)))
+            case Remove():
+                self._spawn(self._answering(message.id, self._remove(message)))
             case Fetch():
                 self._spawn(self._answering(message.id, self._fetch(message)))
             case Restored():
@@ -347,6 +350,10 @@ class _RankServer:
     async def _supersede(self, message: Supersede) -> None:
         superseded = await self._room.supersede_after(self._run, message.step)
         self._session.peer.send(CommittedSteps(id=message.id, steps=superseded))
+
+    async def _remove(self, message: Remove) -> None:
+        await self._ask("remove", step=message.step)
+        self._session.peer.send(CommittedSteps(id=message.id, steps=(message.step,)))
 
     async def _fetch(self, message: Fetch) -> None:
         if not is_readable_path(message.path):

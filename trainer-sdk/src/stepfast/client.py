@@ -24,6 +24,7 @@ from stepfast.messages import (
     Fetched,
     Hello,
     Message,
+    Remove,
     Reserve,
     Reserved,
     Steps,
@@ -205,6 +206,12 @@ class RankClient:
             return _expect(message, CommittedSteps).steps
 
         return wait
+
+    def remove(self, step: int, timeout_seconds: float) -> None:
+        """Removes a committed step. Raises StorageError."""
+        request = next(self._ids)
+        message, _ = self._ask(request, Remove(id=request, step=step), timeout_seconds)
+        _expect(message, CommittedSteps)
 
     def fetch(self, path: str, *, refresh: bool = False) -> tuple[Fetched, int]:
         """An object of the job's folder as a descriptor, which the caller closes. Raises StorageError."""

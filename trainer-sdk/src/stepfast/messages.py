@@ -200,6 +200,17 @@ class Supersede(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Remove(Message):
+    """Removes a committed step that is of no more use; answered by CommittedSteps, with it, or Failure."""
+
+    id: int
+    step: int
+
+    def __post_init__(self) -> None:
+        _check_step(self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch(Message):
     """Asks for an object of the job's folder, read-only; answered by Fetched with a descriptor, or Failure.
 
@@ -380,8 +391,8 @@ class Status(Message):
 
 
 FROM_RANK = (
-    Hello, Expect, Reserve, Staged, Sharers, Skipped, GaveUp, Progress, Restored, Steps, Supersede, Fetch, Want,
-    FinalSaved, Bye,
+    Hello, Expect, Reserve, Staged, Sharers, Skipped, GaveUp, Progress, Restored, Steps, Supersede, Remove, Fetch,
+    Want, FinalSaved, Bye,
 )  # fmt: skip
 FROM_LAUNCHER = (Launching,)
 FROM_SUPERVISOR = (Watch, RequestSave, FlushRun)

@@ -74,7 +74,8 @@ class TagBook:
 class Opening:
     """A rank opens a tag for the `occurrence`th time, at that moment (seconds since the epoch).
 
-    `begins_after`: the step that the run goes on from, should this be its first tag.
+    `begins_after`: the step that the run goes on from, should this be its first tag. `wanted`: the step that it is to
+    become, if that is ahead; None: the one that the tag names.
     """
 
     tag: str
@@ -82,6 +83,7 @@ class Opening:
     rank: int
     now: float
     begins_after: int
+    wanted: int | None = None
 
 
 def open_tag(
@@ -102,7 +104,7 @@ def open_tag(
     if opening.occurrence <= latest:
         raise GangError(f"tag {opening.tag!r} was opened by other ranks more than {REMEMBERED} tags ago")
     last = book.last_step if book.count else opening.begins_after
-    wanted = number_in(opening.tag)
+    wanted = opening.wanted if opening.wanted is not None else number_in(opening.tag)
     step = min(MAX_STEP, max(last + 1, wanted if wanted is not None else 0))
     drop = outrun(reports)
     save = on_busy is OnBusy.WAIT or all(has_room(report, drop) for report in reports)

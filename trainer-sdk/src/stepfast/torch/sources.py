@@ -19,6 +19,7 @@ from stepfast.torch.link import AgentLink
 
 _AGENT_SECONDS = 60.0
 _SUPERSEDE_SECONDS = 120.0
+_REMOVE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,9 @@ class Source(Protocol):
 
     def supersede_after(self, step: int) -> Sequence[int]:
         """Marks other runs' committed steps above this one superseded; returns those. Raises StorageError."""
+
+    def remove(self, step: int) -> None:
+        """Removes a committed step. Raises StorageError."""
 
     def fetch(self, path: str, *, refresh: bool) -> Found:
         """An object of the job's folder. Raises ObjectNotFound, StorageError."""
@@ -98,6 +102,9 @@ class AgentSource:
     def supersede_after(self, step: int) -> Sequence[int]:
         return self._link.client(_AGENT_SECONDS).supersede_after(step)(_SUPERSEDE_SECONDS)
 
+    def remove(self, step: int) -> None:
+        self._link.client(_AGENT_SECONDS).remove(step, _REMOVE_SECONDS)
+
     def fetch(self, path: str, *, refresh: bool) -> Found:
         fetched, descriptor = self._link.client(_AGENT_SECONDS).fetch(path, refresh=refresh)
         return Found(
@@ -119,6 +126,9 @@ class DirectSource:
 
     def supersede_after(self, step: int) -> Sequence[int]:
         return catalog.supersede_after(self._store, self._folder, step, but_of_run=self._run)
+
+    def remove(self, step: int) -> None:
+        catalog.remove_committed(self._store, self._folder, step)
 
     def fetch(self, path: str, *, refresh: bool) -> Found:
         full = join(self._folder, path)

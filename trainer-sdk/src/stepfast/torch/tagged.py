@@ -117,14 +117,15 @@ class TaggedCheckpoints:
     """A job's steps by tag and name. One a process; which ranks make one, and open tags, says `sharing`.
 
     weights_only: True refuses to read objects that only travel pickled, since to read those runs their code.
+    persist_all: every step is persisted, however slow the storage: saves wait for memory rather than overtake.
     """
 
     def __init__(
         self, *, sharing: Sharing, environment: Environment | None = None, storage_uri: str | None = None,
-        weights_only: bool = False,
+        weights_only: bool = False, persist_all: bool = False,
     ) -> None:  # fmt: skip
         self._closed = False
-        self._sharing, self._weights_only = sharing, weights_only
+        self._sharing, self._weights_only, self._persist_all = sharing, weights_only, persist_all
         environment = environment if environment is not None else read_environment()
         if storage_uri is not None:
             environment = replace(environment, storage_uri=absolute_storage_uri(storage_uri))
@@ -168,6 +169,10 @@ class TaggedCheckpoints:
 
     # ------------------------------------------------------------ in the loop
 
+    def remove(self, step: int) -> None:
+        """Removes a committed step that is of no more use. Raises StorageError."""
+        self._source.remove(step)
+
     def progress(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Tells that a step is done: the heartbeat. `metrics`: numbers to show beside it."""
         if self._link is not None:
@@ -180,8 +185,11 @@ class TaggedCheckpoints:
 
     # ------------------------------------------------------------ saving
 
-    def open(self, tag: str) -> OpenTag:
-        """Opens the tag; ranks that open it for the same time mean the same step. Raises ValueError, GangError."""
+    def open(self, tag: str, *, step: int | None = None) -> OpenTag:
+        """Opens the tag; ranks that open it for the same time mean the same step. Raises ValueError, GangError.
+
+        `step`: what it is to become, if that is ahead of all that the run has saved.
+        """
         if not is_tag(tag):
             raise ValueError(f"{tag!r} cannot be a tag: give printable text of at most 256 bytes, as global_step500")
         self._opened[tag] += 1
@@ -192,10 +200,12 @@ class TaggedCheckpoints:
             if book.find(tag, occurrence) is not None:
                 return text
             begins_after = self._leave_newer_steps() if book.count == 0 else _SCRATCH
-            opening = Opening(tag=tag, occurrence=occurrence, rank=rank, now=time.time(), begins_after=begins_after)
+            opening = Opening(
+                tag=tag, occurrence=occurrence, rank=rank, now=time.time(), begins_after=begins_after, wanted=step
+            )
             return open_tag(
                 book, opening, self._reports(), on_busy=self._environment.on_busy,
-                persist_interval_seconds=self._environment.persist_interval_seconds,
+                persist_interval_seconds=0 if self._persist_all else self._environment.persist_interval_seconds,
             ).to_json()  # fmt: skip
 
         agreed = TagBook.from_json(self._gang.update(_BOOK, change)).find(tag, occurrence)
@@ -257,8 +267,8 @@ class TaggedCheckpoints:
 
     def _reports(self) -> list[RankReport]:
         """What the ranks that share in every step last published; nothing while one of them has not yet."""
-        if self._attendance is not None:
-            return []  # whose they would be is not known yet
+        if self._attendance is not None or self._persist_all:
+            return []  # whose they would be is not known yet; or nothing is given up
         ranks = range(self._environment.world_size)
         if self._sharing is Sharing.THIS_RANK:
             ranks = range(self._environment.rank, self._environment.rank + 1)
@@ -315,6 +325,11 @@ class TaggedCheckpoints:
         self._settle(step)
         return self._steps.names(step)
 
+    def names_of_first(self, step: int) -> list[str]:
+        """What the first of the step's ranks saved."""
+        self._settle(step)
+        return self._steps.names_of(step, self._steps.ranks(step)[0])
+
     def names_of_all(self, step: int) -> list[str]:
         """What any of the step's ranks saved, each name once. Every rank calls it."""
         ranks = self._steps.ranks(step)
@@ -324,7 +339,7 @@ class TaggedCheckpoints:
         told = self._gang.exchange(f"tags/names/{self._asked}", json.dumps(sorted(own)))
         return sorted({name for names in told for name in json.loads(names)})
 
-    def load(self, step: int, name: str, map_location: MapLocation = None) -> Any:
+    def load(self, step: int, name: str, map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
         """The object of that name as this rank saved it, or, when it did not, the first rank that has.
 
         Raises CheckpointNotFound when nobody has, CheckpointDamaged, CheckpointUnsafe, StorageError. A step that turns
@@ -333,7 +348,7 @@ class TaggedCheckpoints:
         began = time.perf_counter()
         self._settle(step)
         try:
-            item = self._steps.load(step, name, map_location)
+            item = self._steps.load(step, name, map_location, weights_only=weights_only)
         except CheckpointDamaged as error:
             raise self._set_aside(error) from error
         if not self._has_begun():

@@ -52,16 +52,18 @@ class TaggedSteps:
         """What that rank saved in the step."""
         return self._open(step).names(rank)
 
-    def load(self, step: int, name: str, map_location: MapLocation = None) -> Any:
+    def load(self, step: int, name: str, map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
         """The object of that name as this rank saved it, or, when it did not, the first rank that has.
 
-        Raises CheckpointNotFound when nobody has, CheckpointDamaged, CheckpointUnsafe, StorageError.
+        `weights_only`: None: as for all of them. Raises CheckpointNotFound when nobody has, CheckpointDamaged,
+        CheckpointUnsafe, StorageError.
         """
         reader = self._open(step)
         rank = next((rank for rank in self._ranks(reader) if name in reader.names(rank)), None)
         if rank is None:
             raise CheckpointNotFound(f"step {step} holds no {name!r}")
-        item = reader.read_object(rank, name, device_of(map_location), weights_only=self._weights_only)
+        is_careful = self._weights_only if weights_only is None else weights_only
+        item = reader.read_object(rank, name, device_of(map_location), weights_only=is_careful)
         self.tier = reader.tier
         return item
 
