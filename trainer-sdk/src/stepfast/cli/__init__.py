@@ -32,8 +32,9 @@ def main() -> None:
     def root() -> None:
         """Makes commands of a single registered function, too."""
 
-    if find_spec("stepfast.cli.checkpoints") is not None:
-        import_module("stepfast.cli.checkpoints").register(app)
+    for commands in ("stepfast.cli.checkpoints", "stepfast.cli.deepspeedconfig"):
+        if find_spec(commands) is not None:
+            import_module(commands).register(app)
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         entry.load()(app)
     app()

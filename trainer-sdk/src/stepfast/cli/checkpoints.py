@@ -20,7 +20,8 @@ from stepfast import catalog
 from stepfast.cli.job import uri_of
 from stepfast.cli.table import print_table
 from stepfast.cli.target import is_torch_file, placed_file, placed_folder
-from stepfast.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnsafe, SpecError, StepfastError
+from stepfast.cli.told import told
+from stepfast.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnsafe, SpecError
 from stepfast.layout import HISTORIES, parse_step_folder
 from stepfast.sizes import size_text
 from stepfast.storage import Store, open_store
@@ -293,14 +294,14 @@ def _back(job: str, namespace: str | None, context: str | None, step: int) -> st
 
 def _resolved(target: str, namespace: str | None, context: str | None) -> str:
     """The URI that is meant; errors as in `_opened`."""
-    with _told():
+    with told():
         return uri_of(target, namespace, context)
 
 
 @contextmanager
 def _opened(uri: str) -> Iterator[Store]:
     """The job's folder as a store; errors become one line and an exit status."""
-    with _told():
+    with told():
         if parse_step_folder(uri.rstrip("/").rpartition("/")[2]) is not None:
             raise SpecError("URI", f"{uri} is a step's folder: name the job's folder, and the step by --step")
         store = open_store(uri)
@@ -310,16 +311,6 @@ def _opened(uri: str) -> Iterator[Store]:
             yield store
         finally:
             store.close()
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except StepfastError as error:
-        typer.echo(f"stepfast: {error}", err=True)
-        is_asked_wrong = isinstance(error, SpecError | CheckpointNotFound)
-        raise typer.Exit(2 if is_asked_wrong else 1) from error
 
 
 def _is_job(store: Store, folder: str) -> bool:
