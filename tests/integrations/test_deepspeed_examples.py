@@ -1,4 +1,4 @@
-"""Each configuration of examples/deepspeed: killed, and gone on as if nothing had been."""
+"""Each configuration of examples/deepspeed: killed, and gone on from its latest checkpoint."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ GPU = {"fp16"}
 CONFIGURATIONS = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in GPU])
-def test_example_is_killed_and_goes_on_bit_for_bit(runs: Any, tmp_path: Path, name: str) -> None:
+def arguments(name: str) -> list[str]:
     script = str(FOLDER / "train.py")
-    common = ["--nproc-per-node", "2", script, "--config", f"{name}.json", "--steps", "24", "--save-every", "6"]
-    runs.run("--name", "undisturbed", *common, "--losses", "one", "--checkpoints", "a")
-    summary = runs.run(
-        "--name", "disturbed", *common, "--losses", "other", "--checkpoints", "b", "--crash-at-step", "15"
-    )
-    assert summary["restarts"] == 1
+    return ["--nproc-per-node", "2", script, "--config", f"{name}.json", "--steps", "24", "--save-every", "6"]
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in GPU])
+def test_example_is_killed_and_goes_on(runs: Any, name: str) -> None:
+    summary = runs.run(*arguments(name), "--crash-at-step", "15")
+    assert (summary["state"], summary["restarts"]) == ("Complete", 1)
     assert f"{name}.json: from step 13" in runs.log, runs.log[-3000:]
+    assert runs.log.count(f"{name}.json: done") == 1
+
+
+def test_example_goes_on_bit_for_bit(runs: Any, tmp_path: Path) -> None:
+    runs.run("--name", "undisturbed", *arguments("zero3"), "--losses", "one", "--checkpoints", "a")
+    disturbed = ["--losses", "other", "--checkpoints", "b", "--crash-at-step", "15"]
+    runs.run("--name", "disturbed", *arguments("zero3"), *disturbed)
     for rank in range(2):
         one, other = (json.loads((tmp_path / f"{which}.rank{rank}").read_text()) for which in ("one", "other"))
         assert other == {step: one[step] for step in map(str, range(13, 25))}

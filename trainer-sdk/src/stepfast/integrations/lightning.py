@@ -67,6 +67,7 @@ class StepfastCheckpointIO(TorchCheckpointIO):
         self._made: TaggedCheckpoints | None = None
         self._newest: Saved | None = None
         self._removals: ThreadPoolExecutor | None = None
+        self._saves: dict[int, Saved] = {}  # by step, until it is removed
         self._at_path: dict[str, int] = {}  # the newest step that this process saved under each tag
         self.rng: Any = None
         """The generators' state of the checkpoint that was loaded last; None when it has none of this rank."""
@@ -106,7 +107,7 @@ class StepfastCheckpointIO(TorchCheckpointIO):
             for name, item in checkpoint.items():
                 opened.put(str(name), item, copy=False)
         opened.put(RNG, get_rng_state(), copy=False)
-        self._newest = opened.commit()
+        self._newest = self._saves[opened.step] = opened.commit()
         if checkpoints.environment.rank == 0:
             self._point(Path(path), opened.step, opened.tag)
             self._later(self._sweep, opened.tag, opened.step, self._newest)
@@ -174,8 +175,10 @@ class StepfastCheckpointIO(TorchCheckpointIO):
 
     def _remove(self, step: int, successor: Saved | None) -> None:
         try:
-            if successor is not None and successor.saved and successor.step != step:
-                successor.wait()
+            # The step itself too: the newest is persisted first, and what is not there yet cannot be removed.
+            for saved in (self._saves.pop(step, None), successor):
+                if saved is not None and saved.saved:
+                    saved.wait()
             self.checkpoints.remove(step)
         except StepfastError as error:
             log.warning("stepfast: step %s was not removed: %s", step, error)
