@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 
-.PHONY: venv demo test test-cluster programs images check lint bench bench-core bench-quick simulate bench-cluster chaos constraints crds protos reference clean
+.PHONY: venv demo test test-cluster programs images check lint bench bench-core bench-quick bench-frameworks simulate bench-cluster chaos constraints crds protos reference clean
 
 venv: $(READY)
 
@@ -68,6 +68,10 @@ bench-core: venv
 bench-quick: venv
 	$(BIN)/python -m benchmarks.suite --quick --results .stepfast/bench/quick.jsonl
 	$(BIN)/python -m benchmarks.report --results .stepfast/bench/quick.jsonl --out .stepfast/bench/performance.md
+
+# What a save costs in each framework, beside its own ways; written to docs/bench-frameworks.md.
+bench-frameworks: venv
+	$(BIN)/python -m benchmarks.frameworks
 
 # Goodput of intervals under failure traces, and the traffic of 1,000 and 10,000 nodes: simulated.
 simulate: venv

@@ -326,7 +326,7 @@ def test_step_given_up_is_told_to_the_agent_and_may_be_saved_again_on_request(
     assert GaveUp(step=2) in told
 
     training.checkpointer._link.save_requested = True
-    monkeypatch.setattr(training.checkpointer, "_wait_for_the_end", lambda step: None)
+    monkeypatch.setattr("stepfast.torch.checkpoint.wait_to_be_stopped", lambda *_: None)
     training.checkpointer.save(2).wait(timeout_seconds=SECONDS)
 
 

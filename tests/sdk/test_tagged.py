@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -308,3 +309,14 @@ def test_no_step_is_overtaken_where_all_are_to_be_persisted(bench: Any, start_ag
     folder = job_folder(bench.job)
     until(lambda: [s.step for s in catalog.committed_steps(store, folder)] == list(range(1, 21)), "all are committed")
     store.close()
+
+
+def test_steps_are_listed_while_they_are_removed(any_bench: Any) -> None:
+    with maker(any_bench) as make, ThreadPoolExecutor(1) as threads:
+        checkpoints = make()
+        steps = [save(checkpoints, f"tag{number}", item=number) for number in range(40)]
+        removing = threads.submit(lambda: [checkpoints.remove(step) for step in steps[:-1]])
+        while not removing.done():
+            assert [found.step for found in checkpoints.steps()][-1] == steps[-1]
+        removing.result()
+        assert [found.step for found in checkpoints.steps()] == steps[-1:]

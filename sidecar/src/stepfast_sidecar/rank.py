@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from stepfast.errors import AgentError, ProtocolError, StepfastError
+from stepfast.errors import AgentError, ObjectNotFound, ProtocolError, StepfastError
 from stepfast.layout import is_readable_path
 from stepfast.messages import (
     VERSION,
@@ -365,11 +365,18 @@ class _RankServer:
                 fetched = Fetched(id=message.id, offset=CONTROL_BYTES, size_bytes=record.file_bytes, tier=Tier.MEMORY)
                 self._session.peer.send(fetched, held.open(writable=False))
                 return
-        answer = await self._ask("fetch", path=message.path)
-        descriptor = os.open(answer["path"], os.O_RDONLY | os.O_CLOEXEC)
-        self._session.peer.send(
-            Fetched(id=message.id, offset=0, size_bytes=answer["size"], tier=Tier.PERSISTENT), descriptor
-        )
+        descriptor, size = await self._open(message.path)
+        self._session.peer.send(Fetched(id=message.id, offset=0, size_bytes=size, tier=Tier.PERSISTENT), descriptor)
+
+    async def _open(self, path: str) -> tuple[int, int]:
+        """A descriptor of the object, and its size in bytes. Raises ObjectNotFound."""
+        for _ in range(_FETCH_ATTEMPTS):
+            answer = await self._ask("fetch", path=path)
+            try:
+                return os.open(answer["path"], os.O_RDONLY | os.O_CLOEXEC), answer["size"]
+            except FileNotFoundError:  # removed since, or the copy of a persister that has ended since: ask again
+                continue
+        raise ObjectNotFound(f"{path} is removed whenever it is opened")
 
     async def _ask(self, command: str, **values: Any) -> Any:
         for _ in range(_FETCH_ATTEMPTS - 1):

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from stepfast.environment import read_environment
-from stepfast.errors import SpecError
+from stepfast.errors import SpecError, StateUnsupported
+from stepfast.integrations.deepspeedranks import RankFile, check_movable, layout_of, moved, old_layout, saved_ranks
 from stepfast.integrations.missing import missing
 from stepfast.nebula.names import leave_names
 from stepfast.nebula.settings import Settings, make_settings
@@ -66,7 +67,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     with _our_engine(settings) as made:
         result = deepspeed.initialize(*args, **kwargs)
     engine = result[0]
-    engine.load_checkpoint = functools.wraps(engine.load_checkpoint)(made[0].loading(engine.load_checkpoint))
+    engine.load_checkpoint = functools.wraps(engine.load_checkpoint)(made[0].loading(engine, engine.load_checkpoint))
     engine.step = functools.wraps(engine.step)(made[0].stepping(engine, engine.step))
     return result
 
@@ -85,6 +86,7 @@ class StepfastCheckpointEngine(CheckpointEngine):
         self._info: CheckpointCommitInfo | None = None
         self._opened: OpenTag | None = None
         self._loading: tuple[str, CommittedStep] | None = None
+        self._moving: Moving | None = None  # while what another number of ranks has saved is loaded
 
     @property
     def checkpoints(self) -> TaggedCheckpoints:
@@ -139,9 +141,12 @@ class StepfastCheckpointEngine(CheckpointEngine):
         found = found or self._checkpoints.find(tag)
         if found is None:
             raise FileNotFoundError(f"{path}: neither a file nor a checkpoint {tag!r} of this job")
-        return self._checkpoints.load(found.step, name, map_location)
+        if self._moving is not None and (of_rank := RankFile.parse(name)) is not None:
+            return self._moving.load(of_rank)
+        item = self._checkpoints.load(found.step, name, map_location)
+        return self._moving.told(item) if self._moving is not None and name.endswith("model_states.pt") else item
 
-    def loading(self, load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def loading(self, engine: Any, load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """DeepSpeed's `load_checkpoint`, for checkpoints that are here."""
 
         def load(load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -149,16 +154,25 @@ class StepfastCheckpointEngine(CheckpointEngine):
             if found is None:
                 return load_checkpoint(load_dir, tag, *args, **kwargs)
             own_tag = leave_names(self._checkpoints, found, load_dir, but=(RNG,))
+            self._moving = Moving.begun(engine, self._checkpoints, found.step)
+            if self._moving is not None:
+                self._moving.leave_names(Path(load_dir, own_tag))
             self._loading = (own_tag, found)
             try:
                 result = load_checkpoint(load_dir, own_tag, *args, **kwargs)
-                if not kwargs.get("load_module_only") and RNG in self._checkpoints.names(found.step):
+                if not kwargs.get("load_module_only") and self._has_own_rng(found.step):
                     set_rng_state(self._checkpoints.load(found.step, RNG))
             finally:
-                self._loading = None
+                self._loading = self._moving = None
             return result
 
         return load
+
+    def _has_own_rng(self, step: int) -> bool:
+        """Another rank's would draw the same dropout for other data."""
+        with self._checkpoints.reading(step) as steps:
+            rank = self._checkpoints.environment.rank
+            return rank in steps.ranks(step) and RNG in steps.names_of(step, rank)
 
     def stepping(self, engine: Any, step: Callable[..., Any]) -> Callable[..., Any]:
         """DeepSpeed's `step`, with a heartbeat after each that was an optimizer's."""
@@ -175,6 +189,52 @@ class StepfastCheckpointEngine(CheckpointEngine):
     def cleanup(self) -> None:
         """Waits until the newest checkpoint is committed."""
         self._checkpoints.close()
+
+
+class Moving:
+    """A checkpoint of one number of ranks, while another number loads it."""
+
+    def __init__(self, engine: Any, checkpoints: TaggedCheckpoints, step: int, names: Collection[str]) -> None:
+        check_movable(names)
+        self._checkpoints, self._step, self._names = checkpoints, step, frozenset(names)
+        self._new, self._saved = layout_of(engine), saved_ranks(names)
+        log.warning("stepfast: step %s of %s ranks is loaded on %s", step, self._saved, self._new.ranks)
+
+    @staticmethod
+    def begun(engine: Any, checkpoints: TaggedCheckpoints, step: int) -> Moving | None:
+        """None when as many ranks have saved it. Every rank calls it. Raises StateUnsupported."""
+        names = checkpoints.names_of_all(step)
+        saved = saved_ranks(names)
+        return Moving(engine, checkpoints, step, names) if saved not in (0, int(engine.seq_dp_world_size)) else None
+
+    def leave_names(self, folder: Path) -> None:
+        """As `stepfast.nebula.names` does, of all ranks that there are now."""
+        for of_rank in filter(None, map(RankFile.parse, self._names)):
+            for rank in range(self._new.ranks):
+                (folder / of_rank.of(rank)).touch(exist_ok=True)
+
+    def load(self, file: RankFile) -> Any:
+        """What that rank would have saved."""
+        if file.kind == "model":
+            name = file.of(file.rank)
+            return self.told(self._read(name if name in self._names else file.of(0)))
+        first = self._read(file.of(0))
+        key = "optimizer_state_dict"
+
+        def load(rank: int) -> Any:
+            return (first if rank == 0 else self._read(file.of(rank)))[key]
+
+        old = old_layout(self._new, self._saved, first[key])
+        return {**first, key: moved(old, self._new, file.rank, load)}
+
+    def told(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The model's state, that says the number of ranks that there are now. Raises StateUnsupported."""
+        if self._new.stage == 3 and state.get("frozen_param_fragments"):
+            raise StateUnsupported("frozen parameters of ZeRO 3 are loaded on as many ranks as have saved them")
+        return {**state, "dp_world_size": self._new.ranks}
+
+    def _read(self, name: str) -> Any:
+        return self._checkpoints.load(self._step, name, "cpu")
 
 
 _made: list[TaggedCheckpoints] = []

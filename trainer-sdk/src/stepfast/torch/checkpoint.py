@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from stepfast.errors import (
     StorageError,
 )
 from stepfast.layout import job_folder
-from stepfast.messages import FinalSaved, Restored, Skipped
+from stepfast.messages import Restored, Skipped
 from stepfast.pacing import PaceKeeper
 from stepfast.step import MAX_STEP
 from stepfast.torch.claims import RunKey, claim, give_up
@@ -34,13 +33,12 @@ from stepfast.torch.planner import Planner
 from stepfast.torch.resume import Resumer
 from stepfast.torch.saver import Save
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source, committed_steps
+from stepfast.torch.stopping import wait_to_be_stopped
 from stepfast.torch.writer import Saved, Writer
 
 log = logging.getLogger("stepfast")
 
-_FINAL_WAIT_SECONDS = 3600.0
 _SCRATCH = -1  # before step 0, which can be saved
-
 
 _SAVED_THROUGH: dict[RunKey, int] = {}  # the newest step that this process saved
 
@@ -222,7 +220,7 @@ class Checkpointer:
         finally:
             self._gang.publish(self._report(wants_save=asked))
         if decision.final:
-            self._wait_for_the_end(request.step)
+            wait_to_be_stopped(self._link, self._writer, request.step)
         return saved
 
     def _decide(self, request: Request, reports: Sequence[RankReport]) -> Decision:
@@ -296,15 +294,6 @@ class Checkpointer:
             return
         plan, _, _ = self._planner.prepare(0)
         self._link.expect(plan.size_bytes, lambda slot: slot.prepare(plan))
-
-    def _wait_for_the_end(self, step: int) -> None:
-        """After a save that was asked for: nothing is trained that would be lost; whoever asked ends the process."""
-        if self._link is None:
-            return
-        log.warning("stepfast: step %s is saved on request; waiting to be stopped", step)
-        self._writer.wait_committed(step, _FINAL_WAIT_SECONDS)
-        self._link.tell(FinalSaved(step=step))
-        threading.Event().wait(_FINAL_WAIT_SECONDS)
 
     # ------------------------------------------------------------ the end
 

@@ -133,13 +133,21 @@ class StepReader:
         """What the rank's state is made of; nothing when it has no file."""
         return [name for name, _ in self._children(rank)] if rank in self._entries else []
 
-    def read_object(self, rank: int, name: str, device_of: Callable[[str], str], *, weights_only: bool) -> Any:
-        """One object of what this rank saved, which all of it is read for that it is made of, and no more."""
+    def read_objects(
+        self, rank: int, names: Collection[str], device_of: Callable[[str], str], *, weights_only: bool,
+        into: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Some objects of what this rank saved, which all is read for that they are made of, and no more.
+
+        `into`: for objects that are a tensor the caller's own, which takes the bytes directly, and is returned, where
+        it looks alike; it is undefined when reading fails.
+        """
+        own = {name: OwnState(state=tensor, keeps_flags=True) for name, tensor in (into or {}).items()}
         try:
-            return self._read_object(rank, name, device_of, weights_only=weights_only)
+            return self._read_objects(rank, names, device_of, own, weights_only=weights_only)
         except _MemoryMismatch:
             self._leave_memory()
-            return self._read_object(rank, name, device_of, weights_only=weights_only)
+            return self._read_objects(rank, names, device_of, own, weights_only=weights_only)
 
     def _children(self, rank: int) -> Sequence[tuple[str, Any]]:
         try:
@@ -149,18 +157,30 @@ class StepReader:
             contents = self._open(rank)
         return [(str(name), child) for name, child in contents.document["structure"][1]]
 
-    def _read_object(self, rank: int, name: str, device_of: Callable[[str], str], *, weights_only: bool) -> Any:
+    def _read_objects(
+        self, rank: int, names: Collection[str], device_of: Callable[[str], str], own: Mapping[str, OwnState], *,
+        weights_only: bool,
+    ) -> dict[str, Any]:  # fmt: skip
         contents = self._open(rank)
-        structure = next(child for key, child in self._children(rank) if key == name)
+        found, values = contents.found, contents.values
+        structures = {key: child for key, child in self._children(rank) if key in names}
         if weights_only:
-            nothing = [torch.empty(0, dtype=torch.uint8)] * len(contents.found.places)
-            rebuild(structure, nothing, contents.values, weights_only=True)
-        places = [contents.found.places[number] for number in tensors_in(structure)]
+            nothing = [torch.empty(0, dtype=torch.uint8)] * len(found.places)
+            for structure in structures.values():
+                rebuild(structure, nothing, values, weights_only=True)
+        places = [found.places[number] for structure in structures.values() for number in tensors_in(structure)]
         wanted = {place if isinstance(place, int) else place.base for place in places}
-        bases = {index: targets.empty(contents.found.bases[index]) for index in wanted}
-        self._deliver([piece for piece in contents.pieces if piece.base in wanted], bases, contents.found)
-        tensors = sharing.materialise(contents.found, bases, {}, device_of)
-        return rebuild(structure, tensors, contents.values, weights_only=weights_only)
+        chosen = targets.choose(contents.document["structure"], found, own, contents.pickled)
+        bases = {i: chosen[i] if i in chosen else targets.empty(found.bases[i]) for i in wanted}
+        self.has_touched = self.has_touched or bool(chosen)
+        self._deliver([piece for piece in contents.pieces if piece.base in wanted], bases, found)
+        if chosen:
+            torch.autograd.graph.increment_version(list(chosen.values()))
+        tensors = sharing.materialise(found, bases, chosen, device_of)
+        return {
+            name: rebuild(structure, tensors, values, weights_only=weights_only)
+            for name, structure in structures.items()
+        }
 
     def _leave_memory(self) -> None:
         """The slot was used again while it was read, or its owner wrote into it: the storage decides."""

@@ -12,7 +12,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -34,6 +35,7 @@ from stepfast.torch.planner import Planner
 from stepfast.torch.saver import Save
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source
 from stepfast.torch.state import Json
+from stepfast.torch.stopping import Stopping, wait_to_be_stopped
 from stepfast.torch.taggedsteps import FILE_NAME, TaggedSteps
 from stepfast.torch.writer import Saved, Writer
 
@@ -138,6 +140,7 @@ class TaggedCheckpoints:
             if self._link is not None
             else DirectSource(self._writer.store, job_folder(self._environment.job), run=self._environment.run)
         )
+        self._stopping = Stopping(self._gang, self._link)
         self._named = _Named()
         self._planner = Planner(self._named, self._environment, weights_only=weights_only)
         self._opened: Counter[str] = Counter()
@@ -163,6 +166,11 @@ class TaggedCheckpoints:
         return self._closed
 
     @property
+    def weights_only(self) -> bool:
+        """Whether objects that only travel pickled are refused."""
+        return self._weights_only
+
+    @property
     def environment(self) -> Environment:
         """The rank's surroundings, as the gang knows them."""
         return self._environment
@@ -180,8 +188,18 @@ class TaggedCheckpoints:
 
     @property
     def save_requested(self) -> bool:
-        """Whether the job is to be stopped, and its ranks are to save before that."""
+        """Whether the job is to be stopped, and its ranks are to save before that: as far as this rank was told."""
         return self._link is not None and self._link.save_requested
+
+    def is_last_step(self, step: int) -> bool:
+        """Whether all ranks are to save this step, and then to `wait_to_be_stopped`. Every rank asks behind the same
+        steps. Raises GangError.
+        """
+        return self._stopping.is_last(step)
+
+    def wait_to_be_stopped(self, saved: Saved) -> None:
+        """Behind the last step: until whoever asked for it ends the process. Raises StorageUnavailable."""
+        wait_to_be_stopped(self._link, self._writer, saved.step)
 
     # ------------------------------------------------------------ saving
 
@@ -342,13 +360,22 @@ class TaggedCheckpoints:
     def load(self, step: int, name: str, map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
         """The object of that name as this rank saved it, or, when it did not, the first rank that has.
 
-        Raises CheckpointNotFound when nobody has, CheckpointDamaged, CheckpointUnsafe, StorageError. A step that turns
-        out to be damaged is marked superseded with all newer ones, so that the next attempt begins with an older one.
+        Raises CheckpointNotFound when nobody has, CheckpointDamaged, CheckpointUnsafe, StorageError.
+        """
+        with self.reading(step) as steps:
+            return steps.load(step, name, map_location, weights_only=weights_only)
+
+    @contextmanager
+    def reading(self, step: int) -> Iterator[TaggedSteps]:
+        """While all that a rank goes on with is read out of the step.
+
+        A step that turns out to be damaged is marked superseded with all newer ones, so that the next attempt begins
+        with an older one.
         """
         began = time.perf_counter()
         self._settle(step)
         try:
-            item = self._steps.load(step, name, map_location, weights_only=weights_only)
+            yield self._steps
         except CheckpointDamaged as error:
             raise self._set_aside(error) from error
         if not self._has_begun():
@@ -356,7 +383,6 @@ class TaggedCheckpoints:
         if self._link is not None:
             seconds = time.perf_counter() - began
             self._link.tell(Restored(step=step, tier=str(self._steps.tier), time=time.time(), seconds=seconds))
-        return item
 
     def _settle(self, step: int) -> None:
         """What this rank has saved is there before it is read."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from stepfast.errors import CheckpointNotFound
 from stepfast.step import Tier
@@ -63,9 +65,25 @@ class TaggedSteps:
         if rank is None:
             raise CheckpointNotFound(f"step {step} holds no {name!r}")
         is_careful = self._weights_only if weights_only is None else weights_only
-        item = reader.read_object(rank, name, device_of(map_location), weights_only=is_careful)
+        item = reader.read_objects(rank, [name], device_of(map_location), weights_only=is_careful)[name]
         self.tier = reader.tier
         return item
+
+    def load_from(
+        self, step: int, rank: int, names: Collection[str], into: Mapping[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """What that rank saved under these names, in host memory.
+
+        `into`: tensors that take the bytes of those of their name, and are returned, where they look alike. Raises
+        CheckpointNotFound, CheckpointDamaged, CheckpointUnsafe, StorageError.
+        """
+        reader = self._open(step)
+        missing = sorted(set(names) - set(reader.names(rank)))
+        if missing:
+            raise CheckpointNotFound(f"step {step} holds no {missing[0]!r} of rank {rank}")
+        items = reader.read_objects(rank, set(names), device_of("cpu"), weights_only=self._weights_only, into=into)
+        self.tier = reader.tier
+        return items
 
     def close(self) -> None:
         """Lets all files go; what is asked for next opens them again."""

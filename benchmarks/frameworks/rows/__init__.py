@@ -1,0 +1,1 @@
+"""One training each, by the framework's own means, saved in the way that it is told."""

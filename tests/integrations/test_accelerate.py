@@ -1,0 +1,183 @@
+"""Hugging Face Accelerate, saved and resumed through Stepfast."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Shuffled data, dropout, a schedule, an object of one's own, a hook; in the middle of epochs and at their ends. The
+# attempt that ends trains once more, undisturbed, by Accelerate alone.
+TRAINING = """
+import json, os, shutil, signal, sys
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from stepfast.integrations.accelerate import StepfastAccelerator
+
+ranks, crash_at, is_seedable = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "seedable"
+attempt = os.environ["STEPFAST_ATTEMPT"]
+
+class Counter:
+    steps = 0
+    def state_dict(self):
+        return {"steps": self.steps}
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+def train(kind, out):
+    is_ours = kind is StepfastAccelerator
+    set_seed(7)
+    accelerator = kind(
+        cpu=True, gradient_accumulation_steps=2,
+        project_config=ProjectConfiguration(out, automatic_checkpoint_naming=True, total_limit=2),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=is_seedable),
+    )
+    layers = torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 1)
+    model = torch.nn.Sequential(*layers)
+    if attempt != "1" and is_ours:
+        torch.nn.init.zeros_(layers[0].weight)  # what is not restored shows
+        torch.manual_seed(int(attempt))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    data = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(3)))
+    loader = torch.utils.data.DataLoader(data, batch_size=4 // ranks, shuffle=True)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    counter, noted = Counter(), []
+    accelerator.register_for_checkpointing(counter)
+    def note(models, weights, folder):
+        if accelerator.is_main_process:
+            open(os.path.join(folder, "note.txt"), "w").write(str(counter.steps))
+    accelerator.register_save_state_pre_hook(note)
+    accelerator.register_load_state_pre_hook(
+        lambda models, folder: noted.append(open(os.path.join(folder, "note.txt")).read())
+    )
+    if is_ours and accelerator.latest_checkpoint() is not None:
+        accelerator.load_state()
+    losses, per_epoch = {}, len(loader)
+    for epoch in range(counter.steps // per_epoch, 3):
+        skipped = counter.steps - epoch * per_epoch
+        for (batch,) in skip_first_batches(loader, skipped) if skipped else loader:
+            with accelerator.accumulate(model):
+                loss = model(batch).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses[counter.steps] = loss.item().hex()
+            counter.steps += 1
+            if counter.steps % 4 == 0:
+                accelerator.save_state()
+            if counter.steps == crash_at and attempt == "1" and accelerator.process_index == ranks - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    generator = torch.get_rng_state().tolist()
+    accelerator.wait_for_everyone()
+    folders = sorted(os.listdir(os.path.join(out, "checkpoints")))
+    weights = [value.flatten().tolist() for value in model.state_dict().values()]
+    if is_ours:
+        accelerator._folders.finish()
+    return {"losses": losses, "noted": noted, "generator": generator, "weights": weights, "folders": folders}
+
+if attempt != "1" and int(os.environ["LOCAL_RANK"]) == 0:
+    shutil.rmtree("out")  # the next attempt finds an empty disk
+found = [train(StepfastAccelerator, "out"), train(Accelerator, "plain")]
+with open(f"found.{os.environ['RANK']}", "w") as file:
+    json.dump(found, file)
+"""
+
+
+@pytest.mark.parametrize(("ranks", "sampler"), [(1, "seedable"), (2, "default")])
+def test_killed_training_goes_on_bit_for_bit_on_an_empty_disk(
+    runs: Any, tmp_path: Path, ranks: int, sampler: str
+) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    summary = runs.run("--nproc-per-node", str(ranks), "train.py", str(ranks), "22", sampler)
+    # Batch 20 of 36: in the middle of the second epoch, and behind ten of the optimizer's steps.
+    assert (summary["restarts"], summary["checkpoint"]["restoredStep"]) == (1, 10)
+    for rank in range(ranks):
+        ours, plain = json.loads((tmp_path / f"found.{rank}").read_text())
+        assert ours["losses"] == {step: plain["losses"][step] for step in map(str, range(20, 36))}
+        for key in ("weights", "generator", "folders"):
+            assert ours[key] == plain[key], key
+        assert ours["noted"] == ["20"]
+        assert ours["folders"] == ["checkpoint_7", "checkpoint_8"]
+    assert runs.committed() == [16, 18]
+
+
+ALONE = """
+from stepfast.errors import StateUnsupported
+from stepfast.integrations.accelerate import StepfastAccelerator
+accelerator = StepfastAccelerator()
+try:
+    accelerator.save_state("state")
+except StateUnsupported as error:
+    print(f"refused: {error}", flush=True)
+"""
+
+
+def test_ranks_that_do_not_see_each_other_are_told_so(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    runs.run("--nproc-per-node", "2", "train.py")
+    assert runs.log.count("refused: the job has 2 ranks, of which Accelerate sees 1") == 2, runs.log[-3000:]
+
+
+EXPORT = """
+import os, shutil, torch
+from accelerate import Accelerator
+from stepfast.integrations.accelerate import StepfastAccelerator
+
+def begin(kind):
+    torch.manual_seed(0)
+    accelerator = kind(cpu=True)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return accelerator, *accelerator.prepare(model, optimizer, schedule)
+
+def train(accelerator, model, optimizer, schedule):
+    accelerator.backward(model(torch.rand(3, 4)).square().sum())
+    optimizer.step(); schedule.step(); optimizer.zero_grad()
+
+ours = begin(StepfastAccelerator)
+for name in ("gone", "a", "b"):
+    train(*ours)
+    ours[0].save_state(name)
+shutil.rmtree("gone")  # as scripts that keep the newest few do
+ours[0].save_state("b")  # again
+ours[0]._folders.finish()
+assert [found.tag for found in ours[0].checkpoints.steps()] == ["a", "b"]
+ours[0].export("a", "regular")
+for _ in range(2):
+    train(*ours)
+ours[0].load_state("a")  # an older one, by its folder
+for _ in range(3):
+    train(*ours)
+theirs = begin(Accelerator)
+theirs[0].load_state("regular")
+for _ in range(3):
+    train(*theirs)
+assert all(one.equal(other) for one, other in zip(ours[1].parameters(), theirs[1].parameters()))
+theirs[0].save_state("plain")
+ours[0].load_state("plain")  # what Accelerate itself has written
+train(*ours); train(*theirs)
+assert ours[3].get_last_lr() == theirs[3].get_last_lr()
+ours[0].end_training()
+print("the same", sorted(os.listdir("regular")), flush=True)
+"""
+
+
+def test_states_go_out_to_plain_accelerate_and_come_in_from_it(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(EXPORT)
+    runs.run("train.py")
+    assert "the same ['model.safetensors', 'optimizer.bin', 'random_states_0.pkl', 'scheduler.bin']" in runs.log
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate" / "train.py"
+
+
+def test_example_is_killed_and_goes_on(runs: Any) -> None:
+    summary = runs.run("--nproc-per-node", "2", str(EXAMPLE), "--crash-at-step", "45")
+    assert (summary["state"], summary["restarts"], summary["checkpoint"]["restoredStep"]) == ("Complete", 1, 40)
+    assert "80 batches, loss" in runs.log

@@ -1,0 +1,183 @@
+"""Hugging Face's own Trainer, saved and resumed through Stepfast."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Shuffled data, dropout, a schedule, evaluation with a best model; all of it Trainer's own. The attempt that ends
+# trains once more, undisturbed, by the plain Trainer.
+TRAINING = """
+import json, os, shutil, signal, sys
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from stepfast.integrations.transformers import StepfastTrainerMixin
+
+ranks, crash_at = int(sys.argv[1]), int(sys.argv[2])
+extra = json.loads(sys.argv[3])
+attempt = os.environ["STEPFAST_ATTEMPT"]
+tokens = torch.randint(32, (40, 8), generator=torch.Generator().manual_seed(3))
+data = [{"input_ids": row, "labels": row} for row in tokens]
+
+class Noting(Trainer):
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.losses.setdefault(self.state.global_step, []).append(loss.item().hex())
+        return loss
+    def evaluate(self, *args, **kwargs):
+        return super().evaluate(*args, **kwargs) | {"eval_nearness": -abs(self.state.global_step - 4)}
+
+class MyTrainer(StepfastTrainerMixin, Noting):
+    pass
+
+class Crash(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == crash_at and attempt == "1" and args.process_index == ranks - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def train(kind, folder):
+    torch.manual_seed(7)
+    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config)
+    if attempt != "1" and kind is MyTrainer:
+        torch.nn.init.zeros_(model.transformer.wpe.weight)  # what is not restored shows
+    trainer = kind(
+        model=model, train_dataset=data, eval_dataset=data[:4], callbacks=[Crash()],
+        args=TrainingArguments(**{
+            "output_dir": folder, "use_cpu": True, "per_device_train_batch_size": 4 // ranks, "num_train_epochs": 3,
+            "learning_rate": 0.01, "gradient_accumulation_steps": 2, "save_steps": 2, "logging_steps": 1,
+            "report_to": [], "disable_tqdm": True, "lr_scheduler_type": "cosine", "warmup_steps": 2, **extra,
+        }),
+    )
+    trainer.losses = {}
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    return {
+        "losses": trainer.losses, "best": best and os.path.basename(best), "generator": torch.get_rng_state().tolist(),
+        "weights": {name: value.flatten().tolist() for name, value in model.state_dict().items()},
+        "logs": [[log["step"], log["loss"]] for log in trainer.state.log_history if "loss" in log],
+        "folders": sorted(name for name in os.listdir(folder) if name.startswith("checkpoint")),
+    }
+
+if attempt != "1" and int(os.environ["LOCAL_RANK"]) == 0:
+    shutil.rmtree("out", ignore_errors=True)  # the next attempt finds an empty disk
+found = [train(MyTrainer, "out")]
+if crash_at:
+    found.append(train(Noting, "plain"))
+with open(f"found.{os.environ['RANK']}", "w") as file:
+    json.dump(found, file)
+"""
+
+
+def results(folder: Path, ranks: int) -> list[list[dict[str, Any]]]:
+    return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(ranks)]
+
+
+# The best is step 4: older than what save_total_limit alone would keep, and from before the kill.
+BEST = {
+    "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "nearness",
+    "greater_is_better": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "extra", "kept"),
+    [pytest.param(1, BEST, [4, 15], id="1-best"), pytest.param(2, {}, [14, 15], id="2")],
+)
+def test_killed_training_goes_on_bit_for_bit_on_an_empty_disk(
+    runs: Any, tmp_path: Path, ranks: int, extra: dict[str, Any], kept: list[int]
+) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    arguments = json.dumps({"save_total_limit": 2, **extra})
+    summary = runs.run("--nproc-per-node", str(ranks), "train.py", str(ranks), "9", arguments)
+    assert (summary["restarts"], summary["checkpoint"]["restoredStep"]) == (1, 8)
+    for ours, plain in results(tmp_path, ranks):
+        assert ours["losses"] == {step: plain["losses"][step] for step in map(str, range(8, 15))}
+        for key in ("weights", "logs", "folders", "generator", "best"):
+            assert ours[key] == plain[key], key
+        assert (ours["best"] == "checkpoint-4") is bool(extra)
+    assert runs.committed() == kept
+
+
+def test_best_model_alone_is_kept_when_trainer_keeps_but_one(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    runs.run("train.py", "1", "0", json.dumps({"save_total_limit": 1, **BEST}))
+    ((found,),) = results(tmp_path, 1)
+    assert (found["best"], found["folders"]) == ("checkpoint-4", ["checkpoint-4"])
+    assert runs.committed() == [4]
+
+
+# Without a launcher: the same process saves, exports, and has Trainer itself go on from there.
+EXPORT = """
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from stepfast.integrations.transformers import StepfastTrainerMixin
+
+class MyTrainer(StepfastTrainerMixin, Trainer):
+    pass
+
+data = [{"input_ids": row, "labels": row} for row in torch.randint(32, (24, 8))]
+
+def make(kind, folder):
+    torch.manual_seed(7)
+    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    args = TrainingArguments(
+        output_dir=folder, use_cpu=True, per_device_train_batch_size=4, num_train_epochs=2, save_steps=5,
+        report_to=[], disable_tqdm=True,
+    )
+    return kind(model=GPT2LMHeadModel(config), args=args, train_dataset=data)
+
+ours, plain = make(MyTrainer, "ours"), make(Trainer, "plain")
+ours.train()
+ours.export(5, "exported")
+read = AutoModelForCausalLM.from_pretrained("exported").state_dict()
+plain.train(resume_from_checkpoint="exported")
+assert plain.state.global_step == 12
+for name, value in ours.model.state_dict().items():
+    assert torch.equal(value, plain.model.state_dict()[name]), name
+assert any(not torch.equal(value, read[name]) for name, value in ours.model.state_dict().items())
+again = make(MyTrainer, "ours")
+again.train(resume_from_checkpoint="exported")  # a real folder
+assert torch.equal(again.model.lm_head.weight, ours.model.lm_head.weight)
+try:
+    ours.export(7, "nowhere")
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_exported_checkpoint_is_read_by_the_plain_framework(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(EXPORT)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "CheckpointNotFound: global step 7 is not committed: checkpoint-5" in done.stdout, done.stdout
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers" / "train.py"
+
+
+def test_example_is_killed_and_goes_on(runs: Any, tmp_path: Path) -> None:
+    summary = runs.run("--nproc-per-node", "2", str(EXAMPLE), "--crash-at-step", "45")
+    assert (summary["state"], summary["restarts"], summary["checkpoint"]["restoredStep"]) == ("Complete", 1, 40)
+    assert (tmp_path / "counting" / "exported" / "model.safetensors").exists()
+
+
+def test_a_job_that_is_to_be_stopped_saves_its_last_step_and_goes_on_from_it(runs: Any) -> None:
+    arguments = ["--nproc-per-node", "2", str(EXAMPLE), "--steps"]
+    process = runs.start(*arguments, "100000")
+    runs.wait_for(lambda: len(runs.committed()) >= 1, process)
+    process.send_signal(signal.SIGINT)
+    assert runs.finish(process) == 130
+    stopped = runs.summary
+    last = stopped["checkpoint"]["latestPersistedStep"]
+    assert last == stopped["trainerStatus"]["globalStep"], "steps that were trained were not saved"
+    again = runs.run(*arguments, str(last + 10))
+    assert again["checkpoint"]["restoredStep"] == last

@@ -1,0 +1,58 @@
+"""Ranks that are to be stopped do so behind the same step, whichever of them is told first."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from stepfast.torch.gang import Alone, StoreGang
+from stepfast.torch.stopping import Stopping, next_stride
+
+
+@pytest.mark.parametrize(
+    ("stride", "seconds", "expected"),
+    [
+        pytest.param(1, 5.0, 1, id="slow steps"),
+        pytest.param(1, 0.01, 2, id="quick steps: twice as many, not a hundred"),
+        pytest.param(64, 0.8, 80, id="about a second"),
+        pytest.param(64, 6.4, 10, id="steps became slower"),
+        pytest.param(8, 0.0, 16, id="no time at all"),
+    ],
+)
+def test_ranks_meet_about_once_a_second(stride: int, seconds: float, expected: int) -> None:
+    assert next_stride(stride, seconds) == expected
+
+
+def test_rank_alone_stops_behind_the_step_in_which_it_is_told() -> None:
+    link: Any = SimpleNamespace(save_requested=False)
+    stopping = Stopping(Alone(), link)
+    assert [stopping.is_last(step) for step in (1, 2)] == [False, False]
+    link.save_requested = True
+    assert [stopping.is_last(step) for step in (3, 3, 4)] == [True, True, True]
+
+
+def test_without_an_agent_no_step_is_the_last() -> None:
+    assert not Stopping(Alone(), None).is_last(1)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_all_ranks_stop_behind_the_same_step(told: int) -> None:
+    store = HashStore()
+
+    def train(rank: int) -> int:
+        link: Any = SimpleNamespace(save_requested=False)
+        stopping = Stopping(StoreGang(store, rank=rank, world_size=2), link)
+        for step in range(1, 10_000):
+            if step == 7 and rank == told:
+                link.save_requested = True
+            if stopping.is_last(step):
+                return step
+        raise AssertionError(f"rank {rank} was never told")
+
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(train, range(2))
+    assert first == second >= 7

@@ -1,0 +1,320 @@
+"""Hugging Face's Trainer with Stepfast's checkpoints: a class to put before it.
+
+    class MyTrainer(StepfastTrainerMixin, Trainer): ...
+
+    trainer = MyTrainer(model=model, args=TrainingArguments(output_dir="out", save_steps=100), train_dataset=data)
+    trainer.train()     # goes on from the job's latest step, also where the disk is empty
+
+What Trainer saves goes as named objects into one step, staged in memory, persisted while training goes on. In
+`out/checkpoint-<n>` lies what says which step is meant, Trainer's own state and the random generators; Trainer's rules
+(save_total_limit, load_best_model_at_end) go on working with these folders. `export` writes a regular checkpoint.
+
+Needs transformers 5 or newer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepfast.errors import CheckpointNotFound, StateUnsupported
+from stepfast.integrations.folders import (
+    CheckpointFolders,
+    checkpoints_of_process,
+    has_pointer,
+    number_at_end,
+    write_file,
+)
+from stepfast.integrations.missing import missing
+from stepfast.torch.sources import CommittedStep
+from stepfast.torch.tagged import OpenTag, TaggedCheckpoints
+from stepfast.torch.writer import Saved
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ModuleNotFoundError as error:
+    raise missing("transformers[torch]") from error
+
+log = logging.getLogger("stepfast")
+
+# What is in a step, by the names of Trainer's files; the weights are not any one file's.
+MODEL, OPTIMIZER, SCHEDULER, SCALER, STATE = "model", "optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json"
+
+
+class StepfastTrainerMixin(Trainer):
+    """Before Trainer, or a class made of it: its checkpoints are steps of the job. Every rank trains, each of them with
+    the whole model: one process, or DDP.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._folders: CheckpointFolders | None = None
+        self._opened: OpenTag | None = None
+        self.saved: Saved | None = None
+        """The save that this rank made last."""
+        self._has_trained = False
+        self.step_loss: torch.Tensor | None = None
+        """The loss of the step that is under way, of what this rank has seen of it."""
+        super().__init__(*args, **kwargs)
+        self.add_callback(StepfastCallback(self))
+
+    @property
+    def checkpoints(self) -> TaggedCheckpoints:
+        """This rank's."""
+        return self._own_folders.checkpoints
+
+    @property
+    def _own_folders(self) -> CheckpointFolders:
+        if self._folders is None or self._folders.checkpoints.is_closed:
+            self._folders = CheckpointFolders(checkpoints_of_process())
+        return self._folders
+
+    # ------------------------------------------------------------ training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. `resume_from_checkpoint`: None or True: the job's latest step, if it has one; False: from
+        scratch; a folder, of a step or a real one: that, unless the job was restarted since: then its latest step.
+
+        Returns when all is persisted. Raises StateUnsupported, CheckpointNotFound, CheckpointDamaged, StorageError.
+        """
+        self._check_supported()
+        if resume_from_checkpoint is not False and self.hp_search_backend is None:
+            resume_from_checkpoint = self._resume_point(resume_from_checkpoint)
+        self._has_trained = True
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._sweep()
+        self._own_folders.finish()
+        return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        # What Trainer adds up, too: each loss is a share of its step's.
+        self.step_loss = loss.detach() if self.step_loss is None else self.step_loss + loss.detach()
+        return loss
+
+    def _check_supported(self) -> None:
+        for is_on, what in (
+            (self.is_deepspeed_enabled, "with DeepSpeed: train with stepfast.integrations.deepspeed.initialize"),
+            (self.is_fsdp_enabled, "with FSDP"),
+            (getattr(self, "is_distributed_loading_by_transformers", False), "of a model that is sharded as it loads"),
+            (self.args.push_to_hub and self.args.hub_strategy != "end", "that is pushed as it is saved: hub_strategy"),
+        ):
+            if is_on:
+                raise StateUnsupported(f"StepfastTrainerMixin saves no training {what}")
+
+    def _resume_point(self, asked: str | bool | None) -> Any:
+        """The folder that Trainer is to go on from."""
+        is_restarted = self.checkpoints.environment.interruptions > 0
+        if isinstance(asked, str | os.PathLike) and not is_restarted:
+            found = self._step_of(asked)
+            return asked if found is None else self._fill(found)
+        # A second training of the process begins anew: the latest step is the first one's.
+        found = None if self._has_trained and asked is None else self.checkpoints.latest()
+        if found is None:
+            return asked
+        if self._is_nodes_first:
+            run_folder = Path(self.args.output_dir)
+            self._own_folders.make_again(self._folder_of, run_folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+        return self._fill(found)
+
+    def _fill(self, found: CommittedStep) -> str:
+        """Makes the step's folder what Trainer reads of it before it asks for anything; its path."""
+        folder = self._folder_of(found)
+        if folder is None:
+            raise CheckpointNotFound(f"step {found.step} ({found.tag or 'no tag'}) is no checkpoint of a Trainer")
+        self._own_folders.point(folder, found.step, found.tag)
+        state = json.loads(_text(self.checkpoints.load(found.step, STATE)))
+        if state.get("best_model_checkpoint"):
+            # The job may be in another place than the one that it was saved from.
+            state["best_model_checkpoint"] = str(Path(self.args.output_dir, Path(state["best_model_checkpoint"]).name))
+        write_file(folder, STATE, json.dumps(state, indent=2, sort_keys=True).encode())
+        if self._rng_name in self.checkpoints.names(found.step):
+            write_file(folder, self._rng_name, _bytes(self.checkpoints.load(found.step, self._rng_name)))
+        return str(folder)
+
+    # ------------------------------------------------------------ saving
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if trial is not None or self.hp_search_backend is not None:
+            super()._save_checkpoint(model, trial)
+            return
+        tag = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = os.path.join(self.args.output_dir, tag)
+        self._opened = opened = self.checkpoints.open(tag, step=self.state.global_step)
+        try:
+            # Each rank needs the folder: of the best one Trainer asks whether it is there.
+            self._own_folders.point(folder, opened.step, tag)
+            super()._save_checkpoint(model, trial)
+            if self.is_world_process_zero():
+                opened.put(STATE, _tensor(Path(folder, STATE).read_bytes()), copy=False)
+            self.saved = opened.commit()
+        finally:
+            self._opened = None
+        self._own_folders.committed(self.saved)
+        self._sweep()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self._opened is None:
+            super().save_model(output_dir, _internal_call)
+        elif self.is_world_process_zero():
+            self._opened.put(MODEL, self.model.state_dict(), copy=False)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._opened is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.is_world_process_zero():
+            self._opened.put(OPTIMIZER, self.optimizer.state_dict(), copy=False)
+            self._opened.put(SCHEDULER, self.lr_scheduler.state_dict(), copy=False)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if self._opened is None:
+            super()._save_scaler(output_dir)
+        elif self.is_world_process_zero() and getattr(self.accelerator, "scaler", None) is not None:
+            self._opened.put(SCALER, self.accelerator.scaler.state_dict(), copy=False)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # a small file: Trainer knows the generators of each kind of device
+        if self._opened is not None:
+            self._opened.put(self._rng_name, _tensor(Path(output_dir, self._rng_name).read_bytes()), copy=False)
+
+    def _sweep(self) -> None:
+        if self.is_world_process_zero():
+            self._own_folders.sweep()
+
+    # ------------------------------------------------------------ loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        found = self._step_of(resume_from_checkpoint)
+        if found is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._load_weights(found, self.model if model is None else model)
+
+    def _load_best_model(self) -> None:
+        found = self._step_of(self.state.best_model_checkpoint)
+        if found is None:
+            super()._load_best_model()
+        else:
+            self._load_weights(found, self.model)
+
+    def _load_weights(self, found: CommittedStep, model: Any) -> None:
+        result = model.load_state_dict(self.checkpoints.load(found.step, MODEL, "cpu"), strict=False)
+        self._issue_warnings_after_load(result)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        found = self._step_of(checkpoint)
+        if found is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif OPTIMIZER in self.checkpoints.names_of_first(found.step):  # not where save_only_model was set
+            on_device = self.args.world_size > 1 and self.args.device.type != "cpu"
+            location = self.args.device if on_device else "cpu"
+            self.optimizer.load_state_dict(self.checkpoints.load(found.step, OPTIMIZER, location))
+            self.lr_scheduler.load_state_dict(self.checkpoints.load(found.step, SCHEDULER))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        found = self._step_of(checkpoint)
+        if found is None:
+            super()._load_scaler(checkpoint)
+        elif SCALER in self.checkpoints.names_of_first(found.step):
+            self.accelerator.scaler.load_state_dict(self.checkpoints.load(found.step, SCALER))
+
+    # ------------------------------------------------------------ out of the job
+
+    def export(self, step: int, folder: str | os.PathLike[str]) -> None:
+        """Writes a regular checkpoint of that global step, which `from_pretrained` and any Trainer's
+        `resume_from_checkpoint` read. Rank 0 does it; to other ranks it is nothing.
+
+        Raises CheckpointNotFound, CheckpointDamaged, StorageError.
+        """
+        if not self.is_world_process_zero():
+            return
+        found = self.checkpoints.find(f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        if found is None:
+            raise CheckpointNotFound(f"global step {step} is not committed: {self._committed_tags()} are")
+        load = self.checkpoints.load
+        names = self.checkpoints.names_of_first(found.step)
+        self._save(os.fspath(folder), state_dict=load(found.step, MODEL, "cpu"))
+        for name in (OPTIMIZER, SCHEDULER, SCALER):
+            if name in names:
+                torch.save(load(found.step, name, "cpu"), os.path.join(folder, name))
+        write_file(folder, STATE, _bytes(load(found.step, STATE)))
+        for name in self._rng_names(found):
+            write_file(folder, name, _bytes(load(found.step, name)))
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _rng_name(self) -> str:
+        """Trainer's name for the file of this rank's generators."""
+        return "rng_state.pth" if self.args.world_size <= 1 else f"rng_state_{self.args.process_index}.pth"
+
+    def _rng_names(self, found: CommittedStep) -> list[str]:
+        with self.checkpoints.reading(found.step) as steps:
+            names = {name for rank in steps.ranks(found.step) for name in steps.names_of(found.step, rank)}
+        return sorted(name for name in names if name.startswith("rng_state"))
+
+    @property
+    def _is_nodes_first(self) -> bool:
+        return bool(self.is_local_process_zero())
+
+    def _folder_of(self, found: CommittedStep) -> Path | None:
+        is_trainers = found.tag.startswith(f"{PREFIX_CHECKPOINT_DIR}-") and number_at_end(found.tag) is not None
+        return Path(self.args.output_dir, found.tag) if is_trainers else None
+
+    def _step_of(self, folder: Any) -> CommittedStep | None:
+        """The step that a folder stands for; None for a real checkpoint, and for no folder."""
+        if folder is None or (os.path.isdir(folder) and not has_pointer(folder)):
+            return None
+        return self._own_folders.find(folder, Path(folder).name)
+
+    def _committed_tags(self) -> str:
+        return ", ".join(found.tag or str(found.step) for found in self.checkpoints.steps()) or "none"
+
+
+class StepfastCallback(TrainerCallback):
+    """Tells the job's status of each step. A trainer that saves through Stepfast adds it by itself: then with the loss
+    of each step, and a job that is to be stopped is saved before. Otherwise with what is logged.
+    """
+
+    def __init__(self, trainer: StepfastTrainerMixin | None = None) -> None:
+        self._trainer = trainer
+        self._logs: dict[str, Any] = {}
+        self._is_last = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
+        self._logs = dict(logs or {})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        metrics = dict(self._logs)
+        if self._trainer is not None and self._trainer.step_loss is not None:
+            metrics["loss"], self._trainer.step_loss = self._trainer.step_loss, None
+        checkpoints = checkpoints_of_process()
+        checkpoints.progress(state.global_step, metrics)
+        if self._trainer is not None and checkpoints.is_last_step(state.global_step):
+            self._is_last = control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # Not by ending the training: that would be in the checkpoint, and what follows the training would run.
+        if self._is_last and self._trainer is not None and self._trainer.saved is not None:
+            checkpoints_of_process().wait_to_be_stopped(self._trainer.saved)
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _bytes(item: torch.Tensor) -> bytes:
+    return item.cpu().numpy().tobytes()
+
+
+def _text(item: torch.Tensor) -> str:
+    return _bytes(item).decode()
+
+
+__all__ = ["StepfastCallback", "StepfastTrainerMixin"]
