@@ -135,3 +135,31 @@ def test_last_step_that_the_storage_did_not_take_is_no_success_and_persisted_by_
     assert runs.committed() == [5]
     assert runs.summary["checkpoint"]["restoredStep"] == 5
     assert not memory_folder(failed["metadata"]["uid"], tmp_path).exists()
+
+
+READS_AN_OLDER_STEP = """
+from stepfast.torch.tagged import Sharing, TaggedCheckpoints
+
+checkpoints = TaggedCheckpoints(sharing=Sharing.EVERY_RANK, persist_all=True)
+latest = checkpoints.latest()
+if latest is not None:
+    checkpoints.load(latest.step, "weight")
+for step in range(latest.step + 1 if latest else 1, 5):
+    opened = checkpoints.open(f"step{step}", step=step)
+    opened.put("weight", step)
+    if step > 2:
+        checkpoints.load(step - 2, "weight")  # as the best model is, at the end of a training
+    opened.commit()
+    if step == 3:
+        checkpoints.close()
+        raise SystemExit("once more")
+checkpoints.close()
+"""
+
+
+def test_step_that_is_read_in_the_midst_of_training_is_not_the_one_that_was_restored(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(READS_AN_OLDER_STEP)
+    summary = runs.run("train.py")
+    checkpoint = summary["checkpoint"]
+    assert (checkpoint["latestPersistedStep"], checkpoint["restoredStep"]) == (4, 3)
+    assert summary["recoveries"][0]["stepsLost"] == 0

@@ -53,8 +53,8 @@ def test_large_tensors_come_back_wherever_in_a_cache_line_they_begin(
 
 
 def test_tensor_of_three_gibibytes_comes_back(start_agent: Callable[..., Any], bench: Any) -> None:
-    # One slot, the tensor, and the tensor that is restored; a second slot only where there is room for it.
-    assert psutil.virtual_memory().available > 13 * GIB, "this test needs 13 GiB of free memory"
+    # The tensor, which is restored where it lies, and one slot; 6 GiB are taken, and other tests take some meanwhile.
+    assert psutil.virtual_memory().available > 9 * GIB, "this test needs 9 GiB of free memory"
     agent = start_agent(limit_bytes=3 * GIB + (64 << 20))
     bench.socket = agent.socket
     state = {"large": torch.zeros(3 * GIB, dtype=torch.uint8)}

@@ -378,8 +378,9 @@ class TaggedCheckpoints:
             yield self._steps
         except CheckpointDamaged as error:
             raise self._set_aside(error) from error
-        if not self._has_begun():
-            self._gang.update(_BRANCH, lambda known: str(max(step, int(known or _SCRATCH))))
+        if self._has_begun():
+            return  # what training has gone on from stays as it is
+        self._gang.update(_BRANCH, lambda known: str(max(step, int(known or _SCRATCH))))
         if self._link is not None:
             seconds = time.perf_counter() - began
             self._link.tell(Restored(step=step, tier=str(self._steps.tier), time=time.time(), seconds=seconds))
