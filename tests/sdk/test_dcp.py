@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -239,12 +239,17 @@ def test_a_planners_own_data_travels_along(make: Make) -> None:
 def test_metadata_is_what_torchs_own_store_would_say(make: Make, mesh: DeviceMesh, tmp_path: Any) -> None:
     state = a_state(mesh, 2.0)
     dcp.save(state, checkpoint_id=str(tmp_path / "torchs"))
-    save(make(), state)
+    checkpoints = make()
+    writer = StepfastStorageWriter(checkpoints)
+    dcp.save(state, checkpoint_id="global_step1", storage_writer=writer)
+    checkpoints.flush()
     expected = dcp.FileSystemReader(str(tmp_path / "torchs")).read_metadata()
-    found = StepfastStorageReader(make()).read_metadata()
+    reader = StepfastStorageReader(make())
+    found = reader.read_metadata()
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.planner_data == expected.planner_data
     assert found.storage_data.keys() == expected.storage_data.keys()
+    assert found.storage_meta == StorageMeta("global_step1", save_id=writer.save_id, load_id=reader.load_id)
 
 
 def test_a_damaged_step_is_said_and_the_older_one_comes_next(make: Make, any_bench: Any) -> None:

@@ -1,4 +1,4 @@
-"""`FileSystemWriter` and `FileSystemReader` that are Stepfast's: a path is a storage with a job of its own."""
+"""`FileSystemWriter` and `FileSystemReader` of Stepfast: a path is a storage with a job of its own, and a tag."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Writer(StepfastStorageWriter):
     def reset(self, checkpoint_id: Any = None) -> None:
         if checkpoint_id is not None:
             self._checkpoints = checkpoints_at(checkpoint_id)
-        super().reset(TAG)
+        super().reset(self._checkpoints.environment.gang_scope)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._tag = TAG
+        self._tag = self._checkpoints.environment.gang_scope
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
@@ -66,7 +66,7 @@ class Reader(StepfastStorageReader):
     def reset(self, checkpoint_id: Any = None) -> None:
         if checkpoint_id is not None:
             self._checkpoints = checkpoints_at(checkpoint_id)
-        super().reset(TAG)
+        super().reset(self._checkpoints.environment.gang_scope)
 
 
 for module in (dcp, torch.distributed.checkpoint.filesystem, _storage_utils):

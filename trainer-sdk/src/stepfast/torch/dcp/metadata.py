@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )  # fmt: skip
@@ -53,6 +54,8 @@ def encode(metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> dict[st
     if planner_data is not None and not _are_paths(planner_data):
         beside[PLANNER_DATA], planner_data = planner_data, PLANNER_DATA
     document["plannerData"] = planner_data
+    save = metadata.storage_meta or StorageMeta()
+    document["save"] = {"checkpointId": save.checkpoint_id, "saveId": save.save_id}
     return {METADATA: json.dumps(document, separators=(",", ":")).encode(), **beside}
 
 
@@ -81,7 +84,10 @@ def decode(load: Callable[[str], Any], *, step: int) -> Metadata:
         planner_data = load(PLANNER_DATA)
     elif planner_data is not None:
         planner_data = {name: tuple(path) for name, path in planner_data.items()}
-    return Metadata(state_dict_metadata=found, planner_data=planner_data, storage_data=places)
+    storage_meta = StorageMeta(checkpoint_id=document["save"]["checkpointId"], save_id=document["save"]["saveId"])
+    return Metadata(
+        state_dict_metadata=found, planner_data=planner_data, storage_data=places, storage_meta=storage_meta
+    )
 
 
 def _encode_place(place: Place) -> list[Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -30,6 +31,8 @@ class StepfastStorageReader(StorageReader):
     def __init__(self, checkpoints: TaggedCheckpoints, *, step: int | None = None) -> None:
         self._checkpoints, self._wanted = checkpoints, step
         self._tag: str | None = None
+        self.load_id = str(uuid.uuid4())
+        """Of the load that is being made."""
         self._step = -1
         self._metadata: Metadata | None = None
 
@@ -41,6 +44,7 @@ class StepfastStorageReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Before each load that names one."""
         self._tag = None if checkpoint_id is None else os.fspath(checkpoint_id)
+        self.load_id = str(uuid.uuid4())
 
     # Were they called kwargs, torch would ask again, for what each rank wrote by itself.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
@@ -52,7 +56,8 @@ class StepfastStorageReader(StorageReader):
             if not any(METADATA in steps.names_of(step, rank) for rank in steps.ranks(step)):
                 raise CheckpointMismatch(f"step {step} was not saved by torch.distributed.checkpoint")
             metadata = decode(lambda name: steps.load(step, name), step=step)
-        metadata.storage_meta = StorageMeta(checkpoint_id=self._tag)
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import uuid
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -28,6 +29,8 @@ class StepfastStorageWriter(StepfastStager, StorageWriter):
         super().__init__()
         self._checkpoints = checkpoints
         self._tag: str | None = None
+        self.save_id = _new_id()
+        """Of the save that is being made; `read_metadata().storage_meta` tells it."""
         self._is_coordinator = False
         self._opened: OpenTag | None = None  # the coordinator's, until it knows what the others wrote
         self.saved: Saved | None = None
@@ -40,11 +43,12 @@ class StepfastStorageWriter(StepfastStager, StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """What the planner is told."""
-        return StorageMeta(checkpoint_id=self._tag)
+        return StorageMeta(checkpoint_id=self._tag, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Before each save."""
         self._tag = None if checkpoint_id is None else os.fspath(checkpoint_id)
+        self.save_id = _new_id()
         self._opened = None
 
     # torch says more only to a method whose parameter is called just that.
@@ -94,6 +98,7 @@ class StepfastStorageWriter(StepfastStager, StorageWriter):
         if opened is None:
             raise ValueError("finish() comes after write_data()")
         places: dict[MetadataIndex, Place] = {result.index: result.storage_data for part in results for result in part}
+        metadata.storage_meta = StorageMeta(checkpoint_id=opened.tag, save_id=self.save_id)
         for name, item in encode(metadata, places).items():
             opened.put(name, item, copy=False)
         self.saved = opened.commit()
@@ -102,6 +107,10 @@ class StepfastStorageWriter(StepfastStager, StorageWriter):
         raise TypeError(
             "a StepfastStorageWriter stays in its process: async_checkpointer_type=THREAD; the agent is one"
         )
+
+
+def _new_id() -> str:
+    return str(uuid.uuid4())
 
 
 def _names(items: Sequence[WriteItem]) -> list[str]:
