@@ -10,21 +10,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stepfast import catalog
+from stepfast.cli.export import Export, export_deepspeed, export_file, export_folder
 from stepfast.cli.job import uri_of
 from stepfast.cli.table import print_table
-from stepfast.cli.target import is_torch_file, placed_file, placed_folder
 from stepfast.cli.told import told
-from stepfast.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnsafe, SpecError
+from stepfast.errors import CheckpointDamaged, CheckpointNotFound, SpecError
 from stepfast.layout import HISTORIES, parse_step_folder
 from stepfast.sizes import size_text
 from stepfast.storage import Store, open_store
+from stepfast.storage.target import is_torch_file
 
 app = typer.Typer(
     no_args_is_help=True, help="Committed steps in a storage: list, show, verify, export, remove, bring back."
@@ -156,7 +156,8 @@ def export(  # noqa: PLR0917 - typer calls it by keyword
     to: Annotated[
         Path,
         typer.Argument(
-            help="a file that torch.load opens (.pt, .pth), or a new folder (no suffix) for safetensors files"
+            help="a file that torch.load opens (.pt, .pth), a new folder (no suffix) for safetensors files, or with "
+            "--deepspeed a folder of tags"
         ),
     ],
     step: Step = None,
@@ -164,30 +165,22 @@ def export(  # noqa: PLR0917 - typer calls it by keyword
     weights_only: Annotated[
         bool, typer.Option("--weights-only/--no-weights-only", help="refuse pickled objects, which run code")
     ] = True,
+    deepspeed: Annotated[bool, typer.Option("--deepspeed", help="the files that DeepSpeed itself writes")] = False,
     force: Annotated[bool, typer.Option("--force", help="replace the file or an earlier export's folder")] = False,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Takes a verified step out: one rank's whole state as a torch file, or all ranks' files as they are."""
+    """Takes a verified step out: one rank's whole state as a torch file, or all ranks' files, as they are or as
+    DeepSpeed would have written them.
+    """
     uri = _resolved(uri, namespace, context)
     with _opened(uri) as store:
-        is_file = is_torch_file(to)
+        is_file = not deepspeed and is_torch_file(to)
         if rank is not None and not is_file:
             raise SpecError("--rank", f"goes with a torch file (.pt); {to} is a folder, which takes all ranks' files")
         number = _chosen(store, step)
-        if is_file:
-            if find_spec("torch") is None:
-                raise SpecError("TO", "a torch file needs torch: pip install stepfast[torch], or name a folder")
-            from stepfast.torch.export import export_torch
-
-            with placed_file(to, force=force) as file:
-                try:
-                    export_torch(store, number, rank or 0, file, weights_only=weights_only)
-                except CheckpointUnsafe as error:
-                    raise CheckpointUnsafe(f"{error}; here: --no-weights-only, or export to a folder") from error
-        else:
-            with placed_folder(to, force=force) as folder:
-                _copy(store, number, folder)
+        write = export_deepspeed if deepspeed else export_file if is_file else export_folder
+        write(store, number, to, Export(rank=rank or 0, weights_only=weights_only, force=force))
     typer.echo(f"step {number} is in {to}")
 
 
@@ -344,15 +337,6 @@ def _chosen(store: Store, step: int | None) -> int:
     if latest is None:
         raise CheckpointNotFound(f"{store.uri} holds no committed step")
     return latest
-
-
-def _copy(store: Store, step: int, folder: Path) -> None:
-    """Every file of the step, each chunk checked before it is written."""
-    _, parts = catalog.open_step(store, "", step)
-    for file in (file for part in parts for file in part.files):
-        with (folder / Path(file.path).name).open("wb") as out:
-            for chunk in catalog.read_file(store, "", file, step):
-                out.write(chunk)
 
 
 def _document(step: catalog.CommittedStep, state: str) -> dict[str, object]:

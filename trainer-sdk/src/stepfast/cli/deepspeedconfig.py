@@ -13,13 +13,13 @@ from typing import Annotated
 
 import typer
 
-from stepfast.cli.target import placed_file
 from stepfast.cli.told import told
 from stepfast.errors import SpecError
 from stepfast.integrations.deepspeedconfig import RELEASE, Absent, Rewrite, Undecided
 from stepfast.integrations.deepspeedconfig import fix as fixed_configuration
 from stepfast.integrations.deepspeedconfig.draft import Block, Value
 from stepfast.integrations.deepspeedconfig.source import Source, read_json, read_python
+from stepfast.storage.target import placed_file
 
 app = typer.Typer(no_args_is_help=True, help="DeepSpeed configurations: make old and broken ones valid.")
 

@@ -23,6 +23,7 @@ import torch
 
 from stepfast.environment import read_environment
 from stepfast.errors import SpecError, StateUnsupported
+from stepfast.integrations.deepspeedexport import export_checkpoint
 from stepfast.integrations.deepspeedranks import RankFile, check_movable, layout_of, moved, old_layout, saved_ranks
 from stepfast.integrations.missing import missing
 from stepfast.nebula.names import leave_names
@@ -319,4 +320,4 @@ def _has_bytes(path: str) -> bool:
     return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
-__all__ = ["StepfastCheckpointEngine", "initialize"]
+__all__ = ["StepfastCheckpointEngine", "export_checkpoint", "initialize"]

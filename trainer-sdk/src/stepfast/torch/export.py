@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,10 +24,15 @@ def export_torch(store: Store, step: int, rank: int, target: Path, *, weights_on
     reader = StepReader(DirectSource(store, "", run=""), step, name=_name_of(store, step), threads=reading_threads(1))
     with closing(reader):
         root = reader.read(rank, {}, weights_only=weights_only)
+    save_file(root, target)
+
+
+def save_file(state: Any, target: Path) -> None:
+    """`torch.save`, with a storage's errors. Raises StorageError."""
     try:
         # By a file object: by its name torch would write that into the file.
         with target.open("wb") as file:
-            torch.save(root, file)
+            torch.save(state, file)
     except OSError as error:
         raise storage_error(error, f"write {target}") from error
     except RuntimeError as error:  # what torch makes of a write that fails

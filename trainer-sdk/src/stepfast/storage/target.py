@@ -18,14 +18,14 @@ from stepfast.storage.faults import storage_error
 from stepfast.storage.localfile import remove_quietly, sync_folder, temp_path
 
 _TORCH = (".pt", ".pth", ".bin")
-_FOLDER_FILE = ".safetensors"
+SAFETENSORS = ".safetensors"
 
 
 def is_torch_file(to: Path) -> bool:
     """Whether the target names a torch file; False: a folder. Raises SpecError for any other name."""
     if to.suffix.lower() in _TORCH:
         return True
-    if to.suffix.lower() == _FOLDER_FILE:
+    if to.suffix.lower() == SAFETENSORS:
         raise SpecError(
             "TO",
             f"{to}: a step is one safetensors file a rank, not one file: name a folder (without a suffix), or a .pt "
@@ -64,15 +64,15 @@ def placed_file(to: Path, *, force: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def placed_folder(to: Path, *, force: bool) -> Iterator[Path]:
+def placed_folder(to: Path, *, force: bool, suffix: str = SAFETENSORS) -> Iterator[Path]:
     """A temporary folder, which becomes the target when the block ends well. Raises SpecError, StorageError.
 
-    An empty folder is taken as it is. By force an earlier export is replaced: a folder of nothing but safetensors
-    files, so that no slip of the finger removes anything else.
+    An empty folder is taken as it is. By force an earlier export is replaced: a folder of nothing but files of that
+    suffix, so that no slip of the finger removes anything else.
     """
     target = Path(os.path.realpath(to))
     with _translated(to):
-        _check_folder(to, target, force=force)
+        _check_folder(to, target, force=force, suffix=suffix)
         target.parent.mkdir(parents=True, exist_ok=True)
         temp = temp_path(target)
         temp.mkdir()
@@ -93,7 +93,7 @@ def placed_folder(to: Path, *, force: bool) -> Iterator[Path]:
         sync_folder(target.parent)
 
 
-def _check_folder(to: Path, target: Path, *, force: bool) -> None:
+def _check_folder(to: Path, target: Path, *, force: bool, suffix: str) -> None:
     if not target.exists():
         return
     if not target.is_dir():
@@ -103,7 +103,7 @@ def _check_folder(to: Path, target: Path, *, force: bool) -> None:
         return
     if not force:
         raise _exists(to)
-    foreign = sorted(entry.name for entry in entries if entry.suffix != _FOLDER_FILE or not entry.is_file())
+    foreign = sorted(entry.name for entry in entries if entry.suffix != suffix or not entry.is_file())
     if foreign:
         raise SpecError("TO", f"{to} holds {foreign[0]}, which is no export: name another folder, or remove it")
 
