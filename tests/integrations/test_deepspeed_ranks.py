@@ -49,7 +49,7 @@ def begin(mode, changes):
     engine, *_ = initialize(model=model, model_parameters=groups, config=config)
     if not os.path.exists(out):
         return engine, 1, None
-    _, client = engine.load_checkpoint(f"{out}-{size}", tag=mode)
+    _, client = engine.load_checkpoint(f"{out}-checkpoints", tag=mode)
     return engine, client["step"] + 1, digest(engine)
 
 def train(engine, first):
@@ -70,7 +70,7 @@ def train(engine, first):
 begun, found = {mode: begin(mode, changes) for mode, changes in modes.items()}, {}
 for mode, (engine, first, loaded) in begun.items():
     losses = train(engine, first)
-    engine.save_checkpoint(f"{out}-{size}", tag=mode, client_state={"step": until})
+    engine.save_checkpoint(f"{out}-checkpoints", tag=mode, client_state={"step": until})
     checkpoints = engine.checkpoint_engine.checkpoints
     checkpoints.flush()
     found[mode] = {"first": first, "losses": losses, "loaded": loaded, "saved": digest(engine)}

@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stepfast import catalog
-from stepfast.errors import CheckpointNotFound
+from stepfast.errors import CheckpointNotFound, SpecError
+from stepfast.integrations.deepspeedengines import tag_of
 from stepfast.integrations.missing import missing
 from stepfast.storage import Store, open_store
 from stepfast.storage.faults import storage_error
@@ -33,23 +34,26 @@ def export_checkpoint(
     """Writes the newest checkpoint of that tag, or the newest of all, as `save_checkpoint(save_dir, tag)` of a plain
     DeepSpeed would have; returns the tag.
 
-    `storage_uri`: the job's folder, <storage root>/<namespace>/<job>. `force`: replaces the tag's folder. Its objects
-    are unpickled: only for checkpoints of people whom you trust. Raises CheckpointNotFound, CheckpointDamaged,
-    SpecError, StorageError.
+    `storage_uri`: the job's folder, <storage root>/<namespace>/<job>. `tag`: as DeepSpeed was given it, or, where
+    several folders have one of that name, as "<folder>//<tag>". `force`: replaces the tag's folder. Its objects are
+    unpickled: only for checkpoints of people whom you trust. Raises CheckpointNotFound, CheckpointDamaged, SpecError,
+    StorageError.
     """
     with closing(open_store(storage_uri)) as store:
         steps = committed_steps(DirectSource(store, "", run=""))
-        found = next((found for found in reversed(steps) if tag in {None, found.tag}), None)
-        if found is None:
+        chosen = [found for found in steps if tag in {None, found.tag, tag_of(found)}]
+        if not chosen:
             what = "step" if tag is None else f"checkpoint {tag!r}"
             raise CheckpointNotFound(f"{storage_uri} holds no committed {what}")
-        return export_step(store, found.step, Path(save_dir), force=force)
+        names = sorted({found.tag for found in chosen})
+        if tag is not None and len(names) > 1:
+            raise SpecError("tag", f"{tag!r} may be any of {', '.join(names)}: name one of these")
+        return export_step(store, chosen[-1].step, Path(save_dir), force=force)
 
 
 def export_step(store: Store, step: int, save_dir: Path, *, force: bool, weights_only: bool = False) -> str:
     """`export_checkpoint` of that step; `store`: the job's folder. Raises CheckpointUnsafe, too, if `weights_only`."""
-    manifest, _ = catalog.open_step(store, "", step)
-    tag = manifest.tag or f"global_step{step}"
+    tag = tag_of(catalog.open_step(store, "", step)[0])
     source = DirectSource(store, "", run="")
     with closing(TaggedSteps(source, rank=0, local_world_size=1, weights_only=weights_only)) as steps:
         owners = {name: rank for rank in reversed(steps.ranks(step)) for name in steps.names_of(step, rank)}

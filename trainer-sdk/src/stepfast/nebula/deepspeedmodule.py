@@ -48,7 +48,8 @@ def _find_without_a_disk() -> None:
             checkpoints = engine.checkpoints()
             found = checkpoints.latest()
             if found is not None:
-                tag = leave_names(checkpoints, found, load_dir)
+                tag = found.tag or f"global_step{found.step}"
+                leave_names(checkpoints, found.step, os.path.join(load_dir, tag))
         return theirs(self, load_dir, tag, *args, **kwargs)
 
     module.DeepSpeedEngine.load_checkpoint = load_checkpoint

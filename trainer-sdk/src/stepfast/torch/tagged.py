@@ -203,10 +203,15 @@ class TaggedCheckpoints:
 
     # ------------------------------------------------------------ saving
 
-    def open(self, tag: str, *, step: int | None = None) -> OpenTag:
+    def persist_all(self) -> None:
+        """From now on every step is persisted, as if it had been said at the beginning. Every rank says it."""
+        self._persist_all = True
+
+    def open(self, tag: str, *, step: int | None = None, begins_after: int | None = None) -> OpenTag:
         """Opens the tag; ranks that open it for the same time mean the same step. Raises ValueError, GangError.
 
-        `step`: what it is to become, if that is ahead of all that the run has saved.
+        `step`: what it is to become, if that is ahead of all that the run has saved. `begins_after`: the step that
+        the run goes on from, should this be its first tag; None: the newest that was read.
         """
         if not is_tag(tag):
             raise ValueError(f"{tag!r} cannot be a tag: give printable text of at most 256 bytes, as global_step500")
@@ -217,10 +222,10 @@ class TaggedCheckpoints:
             book = TagBook.from_json(text)
             if book.find(tag, occurrence) is not None:
                 return text
-            begins_after = self._leave_newer_steps() if book.count == 0 else _SCRATCH
             opening = Opening(
-                tag=tag, occurrence=occurrence, rank=rank, now=time.time(), begins_after=begins_after, wanted=step
-            )
+                tag=tag, occurrence=occurrence, rank=rank, now=time.time(), wanted=step,
+                begins_after=self._leave_newer_steps(begins_after) if book.count == 0 else _SCRATCH,
+            )  # fmt: skip
             return open_tag(
                 book, opening, self._reports(), on_busy=self._environment.on_busy,
                 persist_interval_seconds=0 if self._persist_all else self._environment.persist_interval_seconds,
@@ -304,10 +309,11 @@ class TaggedCheckpoints:
             waited=self._link.waited_steps if self._link is not None else (),
         )
 
-    def _leave_newer_steps(self) -> int:
+    def _leave_newer_steps(self, branch_step: int | None) -> int:
         """Before the run's first step: what other runs committed above the one that it goes on from is superseded."""
-        known = self._gang.hear([_BRANCH])
-        branch_step = int(known[0]) if known else _SCRATCH
+        if branch_step is None:
+            known = self._gang.hear([_BRANCH])
+            branch_step = int(known[0]) if known else _SCRATCH
         superseded = self._source.supersede_after(branch_step)
         if superseded:
             since = "its beginning: nothing was loaded" if branch_step == _SCRATCH else f"step {branch_step}"

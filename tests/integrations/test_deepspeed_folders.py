@@ -1,0 +1,161 @@
+"""Which checkpoint is meant by a folder and a tag: with several engines in a process, after several loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BEGIN = """
+import json, os, sys
+import torch, deepspeed
+from stepfast.integrations.deepspeed import initialize
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed("gloo")
+rank = torch.distributed.get_rank()
+
+def make(weight, **nebula):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.constant_(model.weight, weight)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "nebula": nebula,
+    }
+    return initialize(model=model, config=config, model_parameters=model.parameters())[0]
+
+def weight(engine):
+    return engine.module.weight[0, 0].item()
+
+def steps():
+    return [found.tag for found in engine.checkpoint_engine.checkpoints.steps()]
+
+def end(found):
+    engine.checkpoint_engine.cleanup()
+    if rank == 0:
+        print("FOUND", json.dumps(found))
+    torch.distributed.destroy_process_group()
+"""
+
+
+def found(folder: Path, script: str) -> Any:
+    """What a training on one rank, without an agent, ends with."""
+    (folder / "train.py").write_text(BEGIN + script)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=folder, env={**environment, **alone}, text=True, capture_output=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    return json.loads(line.removeprefix("FOUND "))
+
+
+TWO = """
+def pair():
+    return make(1.0, num_of_version_in_retention=2), make(2.0, num_of_version_in_retention=2)
+
+engine, other = pair()
+"""
+
+SAVED = """
+for step in (1, 2, 3):
+    for each, folder in ((engine, "first"), (other, "runs/other/")):
+        with torch.no_grad():
+            each.module.weight.fill_(10 * step + (each is other))
+        each.save_checkpoint(folder, tag=f"global_step{step}")
+"""
+
+
+def test_two_engines_save_the_same_tags_each_in_its_folder(tmp_path: Path) -> None:
+    kept = found(tmp_path, TWO + SAVED + "end(steps())")
+    assert kept == [f"{folder}//global_step{step}" for step in (2, 3) for folder in ("first", "runs/other")]
+    load = """
+loaded = []
+for folder, tag in (("./first", None), ("runs/other", None), ("first", "global_step2"), ("runs/other", "global_step2")):
+    each = other if "other" in folder else engine
+    each.load_checkpoint(folder, tag)
+    loaded.append(weight(each))
+end([loaded, other.load_checkpoint("elsewhere")])
+"""
+    assert found(tmp_path, TWO + load) == [[30.0, 31.0, 20.0, 21.0], [None, None]]
+
+
+def test_of_two_engines_in_a_gang_each_has_every_checkpoint_persisted(runs: Any) -> None:
+    script = BEGIN + TWO.replace("num_of", "persistent_time_interval=3600, num_of") + SAVED
+    (runs.folder / "train.py").write_text(script + "end(steps())")
+    runs.run("--name", "train", "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
+    (line,) = (line for line in runs.log.splitlines() if "FOUND" in line)
+    assert [f"{folder}//global_step{step}" in line for step in (2, 3) for folder in ("first", "runs/other")] == [
+        True
+    ] * 4
+
+
+def test_the_only_engine_takes_the_newest_of_its_folder_or_of_the_job(tmp_path: Path) -> None:
+    save = """
+engine = make(1.0)
+for tag, folder, value in (("a", "checkpoints", 3.0), ("a", "best", 4.0), ("b", "checkpoints", 5.0)):
+    with torch.no_grad():
+        engine.module.weight.fill_(value)
+    engine.save_checkpoint(folder, tag=tag)
+end(None)
+"""
+    found(tmp_path, save)
+    load = """
+engine, loaded = make(0.0), []
+for folder, tag in (("checkpoints", None), ("best", None), ("checkpoints", "a"), ("another", None), ("another", "a")):
+    engine.load_checkpoint(folder, tag)
+    loaded.append(weight(engine))
+end(loaded)
+"""
+    assert found(tmp_path, load) == [5.0, 4.0, 3.0, 5.0, 4.0]
+
+
+SIX = """
+engine = make(1.0, num_of_version_in_retention=100)
+for step in range(1, 7):
+    engine.save_checkpoint("checkpoints", tag=f"global_step{step}")
+"""
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training that has saved six steps."""
+    folder = tmp_path_factory.mktemp("six")
+    found(folder, SIX + "end(None)")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("loads", "kept"),
+    [
+        pytest.param([("engine", 6, {}), ("engine", 3, {})], 3, id="what an engine loaded last"),
+        pytest.param([("engine", 2, {}), ("other", 5, {})], 5, id="the newest of several engines"),
+        pytest.param(
+            [("engine", 4, {}), ("other", 6, {"load_module_only": True})], 4, id="not weights alone beside it"
+        ),
+        pytest.param([("engine", 4, {"load_module_only": True})], 4, id="weights alone if there is nothing else"),
+        pytest.param([], 0, id="nothing: training begins anew"),
+    ],
+)
+def test_steps_stay_up_to_the_one_that_training_goes_on_from(
+    six: Path, tmp_path: Path, loads: list[Any], kept: int
+) -> None:
+    folder = shutil.copytree(six, tmp_path / "job")
+    script = f"""
+engine, other = make(2.0, num_of_version_in_retention=100), make(2.0)
+for name, step, how in {loads!r}:
+    {{"engine": engine, "other": other}}[name].load_checkpoint("checkpoints", f"global_step{{step}}", **how)
+engine.save_checkpoint("checkpoints", tag="new")
+end(steps())
+"""
+    names = [*(f"global_step{step}" for step in range(1, kept + 1)), "new"]
+    assert found(folder, script) == [f"checkpoints//{name}" for name in names]
