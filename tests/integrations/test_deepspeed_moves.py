@@ -18,6 +18,7 @@ from stepfast.integrations.deepspeedranks import (
     Split,
     check_movable,
     moved,
+    moved_frozen,
     needed_ranks,
     old_layout,
     saved_ranks,
@@ -110,6 +111,19 @@ def test_parameters_of_stage_three_move(sizes: list[list[int]], before: int, aft
     old = old_layout(new, before, saved[0])
     for rank, expected in enumerate(saved_3(groups, after)):
         assert same(moved(old, new, rank, saved.__getitem__), expected)
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), before=counts, after=counts)
+def test_frozen_parameters_of_stage_three_move(sizes: list[int], before: int, after: int) -> None:
+    frozen = {f"frozen{index}": torch.rand(size) for index, size in enumerate(sizes)}
+
+    def saved(ranks: int, rank: int) -> dict[str, torch.Tensor]:
+        return {name: parts(tensor, ranks, ranks)[rank] for name, tensor in frozen.items()}
+
+    numels = {name: tensor.numel() for name, tensor in frozen.items()}
+    for rank in range(after):
+        found = moved_frozen(numels, (before, after), rank, lambda old: saved(before, old))
+        assert same(found, saved(after, rank))
 
 
 def test_no_more_is_read_than_overlaps() -> None:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +23,15 @@ from stepfast.nebula.settings import Settings, make_settings
 
 try:
     import deepspeed
-    import deepspeed.runtime.engine
 except ModuleNotFoundError as error:
     raise missing("deepspeed") from error
 
-from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine
+from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine, replaced
 
 _NEBULA_KEYS = {
     "enabled", "persistent_storage_path", "persistent_time_interval", "num_of_version_in_retention",
     "enable_nebula_load", "load_path",
 }  # fmt: skip
-_swapping = threading.Lock()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -53,31 +49,11 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     settings = _settings(block)
     if settings is None:
         return deepspeed.initialize(*args, **kwargs)
-    with _our_engine(settings) as made:
+    made = StepfastCheckpointEngine(settings)
+    with replaced("create_checkpoint_engine", lambda *_, **__: made):
         result = deepspeed.initialize(*args, **kwargs)
-    engine = result[0]
-    engine.load_checkpoint = functools.wraps(engine.load_checkpoint)(made[0].loading(engine, engine.load_checkpoint))
-    engine.step = functools.wraps(engine.step)(made[0].stepping(engine, engine.step))
+    made.serve(result[0])
     return result
-
-
-@contextmanager
-def _our_engine(settings: Settings) -> Iterator[list[StepfastCheckpointEngine]]:
-    """Has DeepSpeed make ours, for as long as one engine is made."""
-    made: list[StepfastCheckpointEngine] = []
-
-    def create(*_: Any, **__: Any) -> StepfastCheckpointEngine:
-        made.append(StepfastCheckpointEngine(settings))
-        return made[-1]
-
-    module: Any = deepspeed.runtime.engine
-    with _swapping:
-        theirs = module.create_checkpoint_engine
-        module.create_checkpoint_engine = create
-        try:
-            yield made
-        finally:
-            module.create_checkpoint_engine = theirs
 
 
 def _configuration(

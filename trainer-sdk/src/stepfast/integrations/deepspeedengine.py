@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from stepfast.integrations.deepspeedengines import Engines, tag_in, tag_of
 from stepfast.integrations.deepspeedmoving import Moving
 from stepfast.integrations.deepspeedranks import RankFile
+from stepfast.integrations.deepspeedweights import whole_weights
 from stepfast.integrations.missing import missing
 from stepfast.nebula.names import leave_names
 from stepfast.nebula.settings import Settings
@@ -22,6 +26,7 @@ from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import OpenTag, TaggedCheckpoints
 
 try:
+    import deepspeed.runtime.engine
     from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 except ModuleNotFoundError as error:
@@ -30,6 +35,20 @@ except ModuleNotFoundError as error:
 RNG = "stepfast.rng"  # beside DeepSpeed's own files: the random generators of the rank
 
 _engines = Engines()
+_replacing = threading.Lock()
+
+
+@contextmanager
+def replaced(name: str, ours: Any) -> Iterator[None]:
+    """Has DeepSpeed's engine call ours by that name."""
+    module: Any = deepspeed.runtime.engine
+    with _replacing:
+        theirs = getattr(module, name)
+        setattr(module, name, ours)
+        try:
+            yield
+        finally:
+            setattr(module, name, theirs)
 
 
 class StepfastCheckpointEngine(CheckpointEngine):
@@ -42,11 +61,17 @@ class StepfastCheckpointEngine(CheckpointEngine):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.name = type(self).__name__
-        self._settings, self._number = settings, _engines.add()
+        self._settings, self._number = settings, 0
         self._info: CheckpointCommitInfo | None = None
         self._opened: OpenTag | None = None
         self._loading: tuple[Path, CommittedStep] | None = None  # the folder that stands for it
         self._moving: Moving | None = None  # while what another number of ranks has saved is loaded
+
+    def serve(self, engine: Any) -> None:
+        """Takes the place of what DeepSpeed's engine, which was made with this one, does by itself."""
+        self._number = _engines.add()
+        engine.load_checkpoint = functools.wraps(engine.load_checkpoint)(self._loads(engine, engine.load_checkpoint))
+        engine.step = functools.wraps(engine.step)(self._steps(engine, engine.step))
 
     @property
     def checkpoints(self) -> TaggedCheckpoints:
@@ -109,7 +134,7 @@ class StepfastCheckpointEngine(CheckpointEngine):
         item = self.checkpoints.load(found.step, name, map_location)
         return self._moving.told(item) if self._moving is not None and name.endswith("model_states.pt") else item
 
-    def loading(self, engine: Any, load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def _loads(self, engine: Any, load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """DeepSpeed's `load_checkpoint`, for checkpoints that are here."""
         arguments = inspect.signature(load_checkpoint)
 
@@ -125,7 +150,9 @@ class StepfastCheckpointEngine(CheckpointEngine):
                 self._moving.leave_names(folder)
             self._loading = (folder, found)
             try:
-                result = load_checkpoint(load_dir, tag_of(found), *args, **kwargs)
+                # With ZeRO 3 and no optimizer's state DeepSpeed would put the weights together out of the files.
+                with replaced("get_fp32_state_dict_from_zero_checkpoint", lambda *_: self._whole_weights(found.step)):
+                    result = load_checkpoint(load_dir, tag_of(found), *args, **kwargs)
                 if not weights_only and self._has_own_rng(found.step):
                     set_rng_state(self.checkpoints.load(found.step, RNG))
             finally:
@@ -135,13 +162,17 @@ class StepfastCheckpointEngine(CheckpointEngine):
 
         return load
 
+    def _whole_weights(self, step: int) -> dict[str, torch.Tensor]:
+        names = self.checkpoints.names_of_all(step)
+        return whole_weights(names, lambda name: self.checkpoints.load(step, name, "cpu"))
+
     def _has_own_rng(self, step: int) -> bool:
         """Another rank's would draw the same dropout for other data."""
         with self.checkpoints.reading(step) as steps:
             rank = self.checkpoints.environment.rank
             return rank in steps.ranks(step) and RNG in steps.names_of(step, rank)
 
-    def stepping(self, engine: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _steps(self, engine: Any, step: Callable[..., Any]) -> Callable[..., Any]:
         """DeepSpeed's `step`, with a heartbeat after each that was an optimizer's."""
 
         def take(*args: Any, **kwargs: Any) -> Any:
@@ -162,4 +193,4 @@ def _has_bytes(path: str) -> bool:
     return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
-__all__ = ["StepfastCheckpointEngine"]
+__all__ = ["StepfastCheckpointEngine", "replaced"]

@@ -97,6 +97,9 @@ def layout_of(engine: Any) -> Layout:
     optimizer, stage, ranks = engine.optimizer, int(engine.zero_optimization_stage()), int(engine.seq_dp_world_size)
     if stage == 3:
         groups = [Group.even([parameter.ds_numel for parameter in group], ranks) for group in optimizer.fp16_groups]
+    elif getattr(optimizer, "round_robin_gradients", False):
+        # Which order the parameters lie in follows from the number of ranks.
+        raise StateUnsupported("a state with round_robin_gradients is loaded on as many ranks as have saved it")
     elif hasattr(optimizer, "single_partition_of_fp32_groups") and hasattr(optimizer, "round_robin_bit16_groups"):
         filled = getattr(optimizer, "round_robin_bit16_padding", None) or [[0]] * len(optimizer.bit16_groups)
         numels = [sum(parameter.numel() for parameter in group) for group in optimizer.round_robin_bit16_groups]
@@ -178,6 +181,25 @@ def moved(old: Layout, new: Layout, rank: int, load: Callable[[int], Mapping[str
     return result
 
 
+def moved_frozen(
+    numels: Mapping[str, int], ranks: tuple[int, int], rank: int, load: Callable[[int], Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """The parts of stage 3's frozen parameters that are that rank's when the second number of ranks has what the first
+    has saved. `numels`: of each parameter; `load`: the parts of an old rank, in host memory.
+    """
+    old, new = (
+        Layout(stage=3, ranks=count, groups=tuple(Group.even([numel], count) for numel in numels.values()))
+        for count in ranks
+    )
+    parts: dict[str, torch.Tensor] = {}
+    for source in needed_ranks(old, new, rank):
+        saved = load(source)
+        for name, was, now in zip(numels, old.groups, new.groups, strict=True):
+            part = parts.setdefault(name, torch.zeros(now.numel, dtype=saved[name].dtype))
+            _take(part, rank, now, (saved[name], source, was))
+    return parts
+
+
 def _owners(base: Mapping[str, Any], groups: int) -> dict[Any, int]:
     """Which flat tensor each key of the optimizer's state belongs to: they are numbered alike."""
     keys = [key for group in base["param_groups"] for key in group["params"]]
@@ -213,6 +235,6 @@ def _counts(count: Any, ranks: int) -> Any:
 
 
 __all__ = [
-    "Group", "Layout", "RankFile", "Split", "check_movable", "layout_of", "moved", "needed_ranks", "old_layout",
-    "saved_ranks",
+    "Group", "Layout", "RankFile", "Split", "check_movable", "layout_of", "moved", "moved_frozen", "needed_ranks",
+    "old_layout", "saved_ranks",
 ]  # fmt: skip
