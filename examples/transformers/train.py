@@ -55,7 +55,7 @@ def main(options: argparse.Namespace) -> None:
     arguments = TrainingArguments(
         output_dir=options.output, max_steps=options.steps, save_steps=10, save_total_limit=2, eval_strategy="steps",
         eval_steps=10, load_best_model_at_end=True, per_device_train_batch_size=16, learning_rate=3e-3, report_to=[],
-        disable_tqdm=True,
+        disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     trainer = CountingTrainer(
         model=GPT2LMHeadModel(config), args=arguments, train_dataset=counting(512, 1), eval_dataset=counting(64, 2),

@@ -152,6 +152,30 @@ except Exception as error:
 """
 
 
+# On a CPU Trainer sees the other ranks only if it is told that this is one.
+APART = """
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from stepfast.integrations.transformers import StepfastTrainerMixin
+
+class MyTrainer(StepfastTrainerMixin, Trainer):
+    pass
+
+model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+trainer = MyTrainer(model=model, args=TrainingArguments("out", report_to=[]), train_dataset=[{"input_ids": [1, 2]}])
+try:
+    trainer.train()
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_ranks_that_would_train_each_for_itself_are_refused(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(APART)
+    runs.run("--nproc-per-node", "2", "train.py")
+    assert "StateUnsupported: the job has 2 ranks, of which Trainer sees 1: each of them would train" in runs.log
+    assert "use_cpu=True" in runs.log
+
+
 def test_exported_checkpoint_is_read_by_the_plain_framework(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(EXPORT)
     done = subprocess.run(

@@ -36,6 +36,7 @@ from stepfast.integrations.folders import (
     write_file,
 )
 from stepfast.integrations.missing import missing
+from stepfast.integrations.together import check_together
 from stepfast.step import is_tag
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import OpenTag, TaggedCheckpoints
@@ -193,12 +194,8 @@ class StepfastAccelerator(Accelerator):
         what = _UNSUPPORTED.get(str(self.distributed_type.value))
         if what is not None:
             raise StateUnsupported(f"StepfastAccelerator saves no training {what}")
-        world_size = self.checkpoints.environment.world_size
-        if world_size != self.num_processes:
-            raise StateUnsupported(
-                f"the job has {world_size} ranks, of which Accelerate sees {self.num_processes}: each of them would "
-                "train for itself. Without a GPU it wants cpu=True"
-            )
+        environment = self.checkpoints.environment
+        check_together(environment, self.num_processes, "Accelerate", "Without a GPU it wants cpu=True")
 
     def _automatic_folder(self) -> Path | None:
         is_automatic = self.project_configuration.automatic_checkpoint_naming

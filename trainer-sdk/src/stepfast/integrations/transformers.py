@@ -32,6 +32,7 @@ from stepfast.integrations.folders import (
     write_file,
 )
 from stepfast.integrations.missing import missing
+from stepfast.integrations.together import check_together
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import OpenTag, TaggedCheckpoints
 from stepfast.torch.writer import Saved
@@ -107,6 +108,8 @@ class StepfastTrainerMixin(Trainer):
         ):
             if is_on:
                 raise StateUnsupported(f"StepfastTrainerMixin saves no training {what}")
+        hint = "Without a GPU its TrainingArguments want use_cpu=True"
+        check_together(self.checkpoints.environment, self.args.world_size, "Trainer", hint)
 
     def _resume_point(self, asked: str | bool | None) -> Any:
         """The folder that Trainer is to go on from."""
