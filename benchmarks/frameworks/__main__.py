@@ -61,9 +61,10 @@ PAGE = """# Stall per save, beside the frameworks' own ways
 
 `make bench-frameworks` writes this page: {size} MiB of model and Adam state, {saves} saves a process, {rounds} rounds.
 
-A cell says by how much the iteration that saves, and the next one, take longer than two without a save: the median of
-all saves but each process's first two, whose own is in brackets: they go into new memory. All ways train the same, in
-one run, on one machine and its disk, under `stepfast run`, whose agent has nothing to do when it is not its turn.
+A cell says by how much the iteration that saves, and the next one, take longer than two before the first save: the
+median of all saves but each process's first two, whose own is in brackets: they go into new memory. What is less than
+the spread of iterations without a save is said as that ("< 9 ms"). All ways train the same, in one run, on one machine
+and its disk, under `stepfast run`, whose agent has nothing to do when it is not its turn.
 
 | | release | its default | its asynchronous way | Stepfast | the better of its own, in Stepfast's stalls |
 |---|---|---|---|---|---|
@@ -76,13 +77,19 @@ class Cost:
 
     first: list[float] = field(default_factory=list)
     later: list[float] = field(default_factory=list)
-    iteration: list[float] = field(default_factory=list)
+    spread: list[float] = field(default_factory=list)
     failure: str = ""
 
     @property
     def stall(self) -> float:
-        """Of a save, but for the first."""
-        return max(0.0, median(self.later))
+        """Of a save, but for the first; no less than can be told from an iteration without one."""
+        return max(median(self.spread), median(self.later))
+
+    def __str__(self) -> str:
+        if not self.later:
+            return self.failure
+        sign = "" if self.stall == median(self.later) else "< "
+        return f"{sign}{self.stall * 1000:.0f} ms ({median(self.first) * 1000:.0f})"
 
 
 class Bench:
@@ -101,7 +108,7 @@ class Bench:
                     continue
                 cost = self.costs.setdefault((script, way), Cost())
                 self._one(cost, script, way, arguments, ranks)
-                print(f"{script} {way}: {cost.failure or f'{cost.stall * 1000:.0f} ms'}", flush=True)
+                print(f"{script} {way}: {cost}", flush=True)
 
     def _one(self, cost: Cost, script: str, way: str, arguments: tuple[str, ...], ranks: int) -> None:
         folder = Path(tempfile.mkdtemp(prefix=f"{script}-", dir=self._options.folder))
@@ -122,7 +129,7 @@ class Bench:
             found = json.loads(told.read_text())
             cost.first += found["stalls"][:SLOTS]
             cost.later += found["stalls"][SLOTS:]
-            cost.iteration.append(found["iteration"])
+            cost.spread.append(found["spread"])
         except subprocess.TimeoutExpired:
             cost.failure = f"not done in {SECONDS} s"
         finally:
@@ -141,16 +148,12 @@ class Bench:
         costs = [self.costs.get((row.script, way)) for way in (row.default, row.other, row.stepfast)]
         ours = costs[2]
         theirs = [cost.stall for cost in costs[:2] if cost is not None and cost.later]
-        ratio = f"{min(theirs) / max(ours.stall, 1e-4):.1f}×" if ours is not None and ours.later and theirs else "–"
+        ratio = f"{min(theirs) / ours.stall:.1f}×" if ours is not None and ours.later and theirs else "–"
         return f"| {row.name} | {version(row.package)} | {' | '.join(map(_cell, costs))} | {ratio} |"
 
 
 def _cell(cost: Cost | None) -> str:
-    if cost is None:
-        return "has none"
-    if not cost.later:
-        return cost.failure
-    return f"{cost.stall * 1000:.0f} ms ({median(cost.first) * 1000:.0f})"
+    return "has none" if cost is None else str(cost)
 
 
 def _errors(text: str) -> Iterator[str]:

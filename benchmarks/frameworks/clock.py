@@ -14,6 +14,7 @@ from torch import nn
 
 WIDTH = 1024
 ROWS = 4
+WARMING = 2  # iterations that are slower than all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,21 @@ class Task:
 
     @property
     def iterations(self) -> int:
-        """All of them; those before the first save are for warming up."""
-        return self.every * (self.saves + 1)
+        """All of them."""
+        return self.first_save + self.every * self.saves
+
+    @property
+    def first_save(self) -> int:
+        """The iteration behind which the first save is: those before it tell how long one takes without any."""
+        return 2 * self.every
 
 
 @dataclass(slots=True)
 class Clock:
     """Iterations, and which of them saved. What a save delays the next iteration by counts as well.
 
-    An optimizer may wait for the save before it (DeepSpeed's does): so two iterations are looked at together.
+    An optimizer may wait for the save before it (DeepSpeed's does): so two iterations are looked at together. They are
+    held against those before the first save, while nothing is written in the background.
     """
 
     task: Task
@@ -57,20 +64,23 @@ class Clock:
     def is_due(self) -> bool:
         """Whether this iteration is to save; asked once, at its end."""
         iteration = len(self._began)
-        is_due = iteration % self.task.every == 0 and iteration > self.task.every // 2
+        is_due = iteration >= self.task.first_save and iteration % self.task.every == 0
         if is_due and len(self._saved) < self.task.saves:
             self._saved.append(iteration - 1)
             return True
         return False
 
     def tell(self) -> None:
-        """Writes what each save cost, in seconds, and how long an iteration takes without one."""
+        """Writes what each save cost, and how far iterations without one lie apart (the median absolute deviation of
+        two), in seconds.
+        """
         self.tick()
         lasted = [end - begin for begin, end in zip(self._began, self._began[1:], strict=False)]
-        touched = {index for saved in self._saved for index in (saved, saved + 1)}
-        plain = median(seconds for index, seconds in enumerate(lasted) if index not in touched and index >= 2)
-        stalls = [sum(lasted[saved : saved + 2]) - 2 * plain for saved in self._saved if saved + 1 < len(lasted)]
-        self.task.out.write_text(json.dumps({"stalls": stalls, "iteration": plain}))
+        before = lasted[WARMING : self.task.first_save - 1]
+        plain = median(before)
+        spread = 2 * median(abs(seconds - plain) for seconds in before)
+        stalls = [sum(lasted[saved : saved + 2]) - 2 * plain for saved in self._saved]
+        self.task.out.write_text(json.dumps({"stalls": stalls, "spread": spread}))
 
 
 def make_model(layers: int) -> nn.Sequential:
