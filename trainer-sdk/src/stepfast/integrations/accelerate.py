@@ -27,16 +27,9 @@ import torch
 
 from stepfast.errors import CheckpointNotFound, StateUnsupported
 from stepfast.integrations.epochs import Epochs
-from stepfast.integrations.folders import (
-    POINTER,
-    CheckpointFolders,
-    checkpoints_of_process,
-    has_pointer,
-    number_at_end,
-    write_file,
-)
 from stepfast.integrations.missing import missing
-from stepfast.integrations.together import check_together
+from stepfast.integrations.pointers import POINTER, Pointers, has_pointer, number_at_end, write_file
+from stepfast.integrations.process import check_together, checkpoints_of_process
 from stepfast.step import is_tag
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import OpenTag, TaggedCheckpoints
@@ -65,7 +58,7 @@ class StepfastAccelerator(Accelerator):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._folders: CheckpointFolders | None = None
+        self._folders: Pointers | None = None
         self._epochs = Epochs()
         self._steps = 0  # how often gradients were complete
         super().__init__(*args, **kwargs)
@@ -110,7 +103,7 @@ class StepfastAccelerator(Accelerator):
         if self.is_main_process:
             folders.sweep()
         if folders.checkpoints.is_last_step(self._steps):
-            folders.checkpoints.wait_to_be_stopped(saved)
+            folders.checkpoints.wait_to_be_stopped(saved.step)
         return str(folder)
 
     def load_state(
@@ -180,10 +173,10 @@ class StepfastAccelerator(Accelerator):
 
     # ------------------------------------------------------------ inside
 
-    def _begun(self) -> CheckpointFolders:
+    def _begun(self) -> Pointers:
         """The job's folders, made again by one rank of each node, before any is looked for. Every rank calls it."""
         if self._folders is None or self._folders.checkpoints.is_closed:
-            self._folders = CheckpointFolders(checkpoints_of_process())
+            self._folders = Pointers(checkpoints_of_process())
             if self.is_local_main_process:
                 automatic = self._automatic_folder()
                 self._folders.make_again(self._folder_of, () if automatic is None else automatic.glob("*"))

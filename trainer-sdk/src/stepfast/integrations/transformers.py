@@ -24,15 +24,9 @@ from typing import Any
 import torch
 
 from stepfast.errors import CheckpointNotFound, StateUnsupported
-from stepfast.integrations.folders import (
-    CheckpointFolders,
-    checkpoints_of_process,
-    has_pointer,
-    number_at_end,
-    write_file,
-)
 from stepfast.integrations.missing import missing
-from stepfast.integrations.together import check_together
+from stepfast.integrations.pointers import Pointers, has_pointer, number_at_end, write_file
+from stepfast.integrations.process import check_together, checkpoints_of_process
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import OpenTag, TaggedCheckpoints
 from stepfast.torch.writer import Saved
@@ -55,7 +49,7 @@ class StepfastTrainerMixin(Trainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._folders: CheckpointFolders | None = None
+        self._folders: Pointers | None = None
         self._opened: OpenTag | None = None
         self.saved: Saved | None = None
         """The save that this rank made last."""
@@ -71,9 +65,9 @@ class StepfastTrainerMixin(Trainer):
         return self._own_folders.checkpoints
 
     @property
-    def _own_folders(self) -> CheckpointFolders:
+    def _own_folders(self) -> Pointers:
         if self._folders is None or self._folders.checkpoints.is_closed:
-            self._folders = CheckpointFolders(checkpoints_of_process())
+            self._folders = Pointers(checkpoints_of_process())
         return self._folders
 
     # ------------------------------------------------------------ training
@@ -305,7 +299,7 @@ class StepfastCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # Not by ending the training: that would be in the checkpoint, and what follows the training would run.
         if self._is_last and self._trainer is not None and self._trainer.saved is not None:
-            checkpoints_of_process().wait_to_be_stopped(self._trainer.saved)
+            checkpoints_of_process().wait_to_be_stopped(self._trainer.saved.step)
 
 
 def _tensor(content: bytes) -> torch.Tensor:

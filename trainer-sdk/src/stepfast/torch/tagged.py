@@ -197,9 +197,11 @@ class TaggedCheckpoints:
         """
         return self._stopping.is_last(step)
 
-    def wait_to_be_stopped(self, saved: Saved) -> None:
-        """Behind the last step: until whoever asked for it ends the process. Raises StorageUnavailable."""
-        wait_to_be_stopped(self._link, self._writer, saved.step)
+    def wait_to_be_stopped(self, step: int) -> None:
+        """Behind the last step: until whoever asked for it ends the process. Every rank calls it, also one that saves
+        nothing. Raises StorageUnavailable.
+        """
+        wait_to_be_stopped(self._link, self._writer, step)
 
     # ------------------------------------------------------------ saving
 

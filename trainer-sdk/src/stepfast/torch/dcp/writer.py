@@ -22,12 +22,13 @@ from stepfast.torch.writer import Saved
 class StepfastStorageWriter(StepfastStager, StorageWriter):
     """Saves to a job's steps; the `checkpoint_id` is the step's tag.
 
-    It is its own stager: `dcp.async_save` needs no other.
+    It is its own stager: `dcp.async_save` needs no other. `step`: what each save is to become, if that is ahead of all
+    that the run has saved; None: what its tag says.
     """
 
-    def __init__(self, checkpoints: TaggedCheckpoints) -> None:
+    def __init__(self, checkpoints: TaggedCheckpoints, *, step: int | None = None) -> None:
         super().__init__()
-        self._checkpoints = checkpoints
+        self._checkpoints, self._step = checkpoints, step
         self._tag: str | None = None
         self.save_id = _new_id()
         """Of the save that is being made; `read_metadata().storage_meta` tells it."""
@@ -77,7 +78,7 @@ class StepfastStorageWriter(StepfastStager, StorageWriter):
             raise ValueError("write_data() comes after reset()")
         tag, self._tag = self._tag, None
         rank, names = self._checkpoints.environment.rank, _names(plan.items)
-        opened = self._checkpoints.open(tag)
+        opened = self._checkpoints.open(tag, step=self._step)
         results = []
         for item, name in zip(plan.items, names, strict=True):
             data = planner.resolve_data(item)

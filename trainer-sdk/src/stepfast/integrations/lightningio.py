@@ -1,0 +1,195 @@
+"""Lightning's CheckpointIO, by Stepfast: where a checkpoint's file would be lies one that says which step it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepfast.environment import absolute_storage_uri
+from stepfast.errors import CheckpointNotFound
+from stepfast.integrations.lightningnames import TorchCheckpointIO
+from stepfast.integrations.pointers import Pointers, has_pointer
+from stepfast.integrations.process import checkpoints_of_process
+from stepfast.nebula.settings import Settings
+from stepfast.step import is_tag
+from stepfast.torch.copying import MapLocation
+from stepfast.torch.rng import get_rng_state
+from stepfast.torch.sources import CommittedStep
+from stepfast.torch.tagged import Sharing, TaggedCheckpoints
+from stepfast.torch.writer import Saved
+
+log = logging.getLogger("stepfast")
+
+RNG = "stepfast.rng"  # beside Lightning's own keys: the random generators of the rank
+SUFFIX = ".ckpt"
+_OPTIONS = {"is_best", "persist_path"}  # Nebula's
+
+
+class StepfastCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoints as steps of the job. Files that are torch's own are read as such.
+
+    every_rank: each rank calls it with each checkpoint, as Stepfast's strategies have it: then each rank's random
+    generators are saved. Otherwise rank 0 alone does, as Lightning's own strategies have it.
+    """
+
+    def __init__(self, *, every_rank: bool = False, settings: Settings | None = None) -> None:
+        self._sharing = Sharing.EVERY_RANK if every_rank else Sharing.THIS_RANK
+        self._settings = settings
+        self._made: Pointers | None = None
+        self.saved: Saved | None = None
+        """The save that this rank made last."""
+        self.rng: Any = None
+        """The generators' state of the checkpoint that was loaded last; None when it has none of this rank."""
+        self.is_epochs_end = False
+        """Whether that checkpoint was made behind an epoch's last batch."""
+
+    @property
+    def checkpoints(self) -> TaggedCheckpoints:
+        """This rank's."""
+        return self.pointers.checkpoints
+
+    @property
+    def pointers(self) -> Pointers:
+        """The files that stand for steps; made again where the disk has none of them."""
+        if self._made is None or self._made.checkpoints.is_closed:
+            self._made = Pointers(checkpoints_of_process(self._sharing, self._settings), in_folders=False)
+            if self._made.checkpoints.environment.local_rank == 0:
+                folders = {path.parent for path in map(path_of, self._made.checkpoints.steps()) if path is not None}
+                self._made.make_again(path_of, [file for folder in folders for file in folder.glob(f"*{SUFFIX}")])
+        return self._made
+
+    def latest_checkpoint(self, dirpath: str | os.PathLike[str] | None = None) -> str | None:
+        """A path for `trainer.fit(ckpt_path=…)`: of the step that the job goes on from, also on a disk that has seen
+        nothing of it; None when there is none. Every rank calls it.
+
+        dirpath: the folder that it is to be in; None: where it was saved.
+        """
+        found = self.checkpoints.latest()
+        if found is None:
+            return None
+        path = path_of(found) or Path(f"global_step{found.step}{SUFFIX}")
+        if dirpath is not None:
+            path = Path(dirpath, path.name)
+        self.pointers.point(path, found.step, found.tag)
+        return str(path)
+
+    def export_checkpoint(self, path: Any, to: str | os.PathLike[str]) -> None:
+        """Writes the checkpoint that was saved at that path as the file that Lightning itself would have written: for
+        `load_from_checkpoint`, and for trainings without Stepfast. Raises CheckpointNotFound, CheckpointDamaged.
+        """
+        checkpoint = self._read(self.find(path), "cpu", weights_only=False)
+        super().save_checkpoint(checkpoint, to)
+
+    # ------------------------------------------------------------ Lightning's
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Stages the checkpoint in memory; it is persisted while training goes on.
+
+        `storage_options`: Nebula's, `is_best` and `persist_path`, of which neither is needed: every checkpoint is
+        persisted, in the job's storage. Raises TypeError for others.
+        """
+        self.check_options(storage_options)
+        opened = self.checkpoints.open(tag_of(path), step=step_of(checkpoint))
+        if self.checkpoints.environment.rank == 0 or self._sharing is not Sharing.EVERY_RANK:
+            for name, item in checkpoint.items():
+                opened.put(str(name), item, copy=False)
+        opened.put(RNG, get_rng_state(), copy=False)
+        self.saved_at(path, opened.commit(), opened.tag)
+
+    def load_checkpoint(
+        self, path: Any, map_location: MapLocation = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The checkpoint that was saved at that path. Raises CheckpointNotFound, CheckpointDamaged,
+        CheckpointUnsafe.
+        """
+        if os.path.exists(path) and not has_pointer(path):
+            loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
+            return loaded
+        found = self.find(path)
+        checkpoint = self._read(found, "cpu" if map_location is None else map_location, weights_only=bool(weights_only))
+        own = self.checkpoints.names(found.step)
+        self.loaded(checkpoint, self.checkpoints.load(found.step, RNG) if RNG in own else None)
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes the checkpoint once the newest one is committed: until then it is all that there may be."""
+        if os.path.exists(path) and not has_pointer(path):
+            super().remove_checkpoint(path)
+        else:
+            self.pointers.remove(path, tag_of(path))
+
+    def teardown(self) -> None:
+        """Waits until all is persisted, and removed that was to be."""
+        if self._made is not None:
+            self._made.finish()
+
+    # ------------------------------------------------------------ what strategies need
+
+    def check_options(self, options: Any) -> None:
+        """Raises TypeError for `storage_options` that nobody knows."""
+        if options is None:
+            return
+        if not isinstance(options, Mapping) or not options.keys() <= _OPTIONS:
+            raise TypeError(f"storage_options may say {' and '.join(sorted(_OPTIONS))}; these are {options!r}")
+        asked, uri = options.get("persist_path"), self.checkpoints.environment.storage_uri
+        if asked is not None and absolute_storage_uri(str(asked)) != uri:
+            log.warning("stepfast: persist_path %r is not used: this job's storage is %s", asked, uri)
+
+    def saved_at(self, path: Any, saved: Saved, tag: str) -> None:
+        """Has the path stand for a step that this rank has just saved, and removes what it stood for before."""
+        self.saved = saved
+        self.pointers.committed(saved)
+        if self.checkpoints.environment.rank == 0:
+            self.pointers.point(path, saved.step, tag)
+            self.pointers.sweep()
+
+    def loaded(self, checkpoint: Mapping[str, Any], rng: Any) -> None:
+        """Tells what training goes on from; `rng`: this rank's generators there."""
+        self.rng = rng
+        try:
+            self.is_epochs_end = bool(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"])
+        except (KeyError, TypeError):  # a checkpoint of weights alone
+            self.is_epochs_end = False
+
+    def find(self, path: Any) -> CommittedStep:
+        """The step that the path stands for. Raises CheckpointNotFound."""
+        found = self.pointers.find(path, tag_of(path))
+        if found is None:
+            raise CheckpointNotFound(
+                f"{path} is no checkpoint of this job that is committed: go on from "
+                "StepfastCheckpointIO.latest_checkpoint(), which is one"
+            )
+        return found
+
+    # ------------------------------------------------------------ inside
+
+    def _read(self, found: CommittedStep, location: MapLocation, *, weights_only: bool) -> dict[str, Any]:
+        names = self.checkpoints.names_of_first(found.step)
+        return {
+            name: self.checkpoints.load(found.step, name, location, weights_only=weights_only)
+            for name in names
+            if name != RNG
+        }
+
+
+def tag_of(path: Any) -> str:
+    """The path as seen from where the script runs: what is saved there again replaces what was."""
+    text = os.path.relpath(path).removesuffix(SUFFIX)
+    return text if is_tag(text) else Path(text).name
+
+
+def path_of(found: CommittedStep) -> Path | None:
+    """Where that step was saved; None for one that has no tag."""
+    return Path(f"{found.tag}{SUFFIX}") if found.tag else None
+
+
+def step_of(checkpoint: Mapping[str, Any]) -> int | None:
+    """The step that a checkpoint of a training is to become."""
+    step = checkpoint.get("global_step")
+    return step if type(step) is int and step >= 0 else None
+
+
+__all__ = ["RNG", "StepfastCheckpointIO", "step_of", "tag_of"]

@@ -1,0 +1,190 @@
+"""Files that say which step of the job is meant, in the place of a framework's checkpoints.
+
+Such a pointer is a file of that name in the checkpoint's folder, or, where the framework writes one file, that file.
+The framework's own rules go on working with these: what it removes is removed as a step, once what is newer is
+committed and never before; on a disk that has seen nothing of the job they are made again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from stepfast.errors import StepfastError
+from stepfast.torch.sources import CommittedStep
+from stepfast.torch.tagged import TaggedCheckpoints
+from stepfast.torch.writer import Saved
+
+log = logging.getLogger("stepfast")
+
+POINTER = "stepfast.json"  # its name in a folder
+_POINTER_BYTES = 4096  # what is larger is none
+_NUMBER = re.compile(r"([0-9]{1,18})$")
+
+
+def has_pointer(path: Any) -> bool:
+    """Whether the path stands for a step, of whichever job."""
+    return read_pointer(path) is not None
+
+
+def read_pointer(path: Any) -> dict[str, Any] | None:
+    """What the pointer at that path says: `step`, `tag` and `job`; None for a path that stands for no step."""
+    file = _file_of(Path(path))
+    try:
+        if file.stat().st_size > _POINTER_BYTES:
+            return None
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    kinds = {"step": int, "tag": str, "job": str}
+    is_one = isinstance(about, dict) and all(isinstance(about.get(key), kind) for key, kind in kinds.items())
+    return about if is_one else None
+
+
+def remove_pointer(path: Any) -> None:
+    """Leaves nothing there: `Pointers.sweep` removes the step."""
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        Path(path).unlink(missing_ok=True)
+
+
+def write_file(folder: Any, name: str, content: bytes) -> None:
+    """Whole or not at all, whoever else writes it."""
+    building = Path(folder, f".{name}.{os.getpid()}")
+    building.write_bytes(content)
+    os.replace(building, Path(folder, name))
+
+
+def number_at_end(text: str) -> int | None:
+    """Of `step_500` 500; None where there is no number at the end."""
+    match = _NUMBER.search(text)
+    return int(match[1]) if match else None
+
+
+class Pointers:
+    """Those of one trainer; rank 0 removes the steps whose pointer the framework has removed.
+
+    in_folders: the framework's checkpoints are folders; otherwise files.
+    """
+
+    def __init__(self, checkpoints: TaggedCheckpoints, *, in_folders: bool = True) -> None:
+        self.checkpoints, self._in_folders = checkpoints, in_folders
+        self._steps: dict[Path, list[int]] = {}  # that each path has stood for, the newest last
+        self._saves: dict[int, Saved] = {}
+        self._newest: Saved | None = None
+        self._removals: ThreadPoolExecutor | None = None
+
+    def point(self, path: Any, step: int, tag: str) -> None:
+        """Has the path stand for that step; makes folders that are not there yet."""
+        environment = self.checkpoints.environment
+        os.makedirs(path if self._in_folders else os.path.dirname(path) or ".", exist_ok=True)
+        about = {"step": step, "tag": tag, "job": str(environment.job), "storage": environment.storage_uri}
+        file = _file_of(Path(path))
+        write_file(file.parent, file.name, json.dumps(about).encode())
+        steps = self._steps.setdefault(Path(path).absolute(), [])
+        if step not in steps:
+            steps.append(step)
+
+    def find(self, path: Any, tag: str) -> CommittedStep | None:
+        """The committed step that the path stands for; of one that was lost with its attempt, or of a pointer that is
+        gone, the newest of that tag. Raises StorageError.
+        """
+        pointer = read_pointer(path)
+        steps = self.checkpoints.steps()
+        exact = [found for found in steps if pointer is not None and found.step == pointer["step"]]
+        tagged = [found for found in steps if found.tag == tag]
+        chosen = exact or tagged
+        return chosen[-1] if chosen else None
+
+    def make_again(self, path_of: Callable[[CommittedStep], Path | None], present: Iterable[Path]) -> None:
+        """Has a path stand for each committed step that is to have one, oldest first; those of `present` that stand
+        for one of this job's which was lost with its attempt are removed. One rank of a node calls it, before training
+        begins.
+        """
+        wanted: dict[Path, list[CommittedStep]] = {}
+        for found in self.checkpoints.steps():
+            path = path_of(found)
+            if path is not None:
+                wanted.setdefault(path.absolute(), []).append(found)
+        for path in present:
+            pointer = None if path.is_symlink() or path.absolute() in wanted else read_pointer(path)
+            if pointer is not None and pointer["job"] == str(self.checkpoints.environment.job):
+                remove_pointer(path)
+        for path, steps in wanted.items():
+            self._steps[path] = [found.step for found in steps]
+            if (read_pointer(path) or {}).get("step") != steps[-1].step:
+                try:
+                    self.point(path, steps[-1].step, steps[-1].tag)
+                except OSError as error:
+                    del self._steps[path]  # what has no pointer here is nothing that the framework has removed
+                    log.warning("stepfast: %s cannot stand for step %s: %s", path, steps[-1].step, error)
+
+    def committed(self, saved: Saved) -> None:
+        """Tells of a step that this rank has just saved."""
+        self._newest = self._saves[saved.step] = saved
+
+    def remove(self, path: Any, tag: str) -> None:
+        """Has the path stand for nothing: its step goes as `sweep` says. Rank 0 calls it. Raises StorageError."""
+        pointer = read_pointer(path)
+        if pointer is None:  # on a disk that has not seen it
+            found = self.find(path, tag)
+            step = None if found is None else found.step
+        else:
+            step = pointer["step"]
+        steps = self._steps.setdefault(Path(path).absolute(), [])
+        if step is not None and step not in steps:
+            steps.append(step)
+        remove_pointer(path)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Removes what is of no more use: steps whose pointer is gone, and all but the newest of each path. What is
+        newest of all stays until a newer one is committed. Rank 0 calls it.
+        """
+        for path, steps in list(self._steps.items()):
+            kept = steps[-1:] if has_pointer(path) else []
+            for step in steps[: len(steps) - len(kept)]:
+                self._later(step)
+            if kept:
+                self._steps[path] = kept
+            else:
+                del self._steps[path]
+
+    def finish(self) -> None:
+        """Waits until all is persisted, and removed that was to be. Raises StorageUnavailable."""
+        newest = self._newest
+        if newest is not None and newest.saved and not self.checkpoints.is_closed:
+            newest.wait()
+        removals, self._removals = self._removals, None
+        if removals is not None:
+            removals.shutdown(wait=True)
+
+    def _later(self, step: int) -> None:
+        if self._removals is None:
+            self._removals = ThreadPoolExecutor(1, thread_name_prefix="stepfast-removal")
+        self._removals.submit(self._remove, step, self._newest)
+
+    def _remove(self, step: int, successor: Saved | None) -> None:
+        try:
+            # The step itself too: the newest is persisted first, and what is not there yet cannot be removed.
+            for saved in (self._saves.pop(step, None), successor):
+                if saved is not None and saved.saved:
+                    saved.wait()
+            self.checkpoints.remove(step)
+        except StepfastError as error:
+            log.warning("stepfast: step %s was not removed: %s", step, error)
+
+
+def _file_of(path: Path) -> Path:
+    return path / POINTER if path.is_dir() else path
+
+
+__all__ = ["POINTER", "Pointers", "has_pointer", "number_at_end", "read_pointer", "remove_pointer", "write_file"]
