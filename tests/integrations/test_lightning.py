@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning" / "train.py"
 
 # Shuffled data, dropout, a schedule; checkpoints by Lightning's own ModelCheckpoint.
 TRAINING = """
@@ -15,9 +21,12 @@ warnings.filterwarnings("ignore")
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from stepfast.integrations.lightning import StepfastCallback, StepfastCheckpointIO, StepfastDDPStrategy
+from stepfast.integrations.lightning import (
+    StepfastCallback, StepfastCheckpointIO, StepfastDDPStrategy, StepfastFSDPStrategy, StepfastModelParallelStrategy,
+)
 
-ranks, crash_at, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+way, crash_at, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+ranks = int(os.environ["WORLD_SIZE"])
 attempt = os.environ["STEPFAST_ATTEMPT"]
 seed_everything(7)
 
@@ -27,6 +36,10 @@ class Model(LightningModule):
         layers = torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 1)
         self.net = torch.nn.Sequential(*layers)
         self.losses = {}
+    def configure_model(self):
+        if self.device_mesh is not None:
+            torch.distributed.fsdp.fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
+            torch.distributed.fsdp.fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
     def training_step(self, batch, index):
         loss = self.net(batch).square().mean()
         self.losses[self.trainer.global_step] = loss.item().hex()
@@ -50,15 +63,19 @@ data = torch.utils.data.DataLoader(
 folder = out
 if attempt != "1" and int(os.environ["LOCAL_RANK"]) == 0:
     shutil.rmtree(folder)  # the next attempt finds an empty disk
-if ranks > 1:
-    strategy = StepfastDDPStrategy(process_group_backend="gloo")
-    io, plugins = strategy.checkpoint_io, []
-else:
+if way == "io":
     strategy, io = "auto", StepfastCheckpointIO()
     plugins = [io]
+else:
+    strategy = {
+        "ddp": lambda: StepfastDDPStrategy(process_group_backend="gloo"),
+        "fsdp2": lambda: StepfastModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
+        "fsdp": StepfastFSDPStrategy,
+    }[way]()
+    io, plugins = strategy.checkpoint_io, []
 trainer = Trainer(
-    accelerator="cpu", devices=ranks, strategy=strategy, plugins=plugins, max_epochs=5, logger=False,
-    enable_progress_bar=False, enable_model_summary=False,
+    accelerator="gpu" if way == "fsdp" else "cpu", devices=ranks, strategy=strategy, plugins=plugins, max_epochs=5,
+    logger=False, enable_progress_bar=False, enable_model_summary=False,
     callbacks=[
         StepfastCallback(), Crash(),
         ModelCheckpoint(folder, save_top_k=2, monitor="epoch", mode="max", save_last=True),
@@ -68,15 +85,19 @@ torch.manual_seed(int(attempt))
 path = io.latest_checkpoint(folder)
 trainer.fit(model, data, ckpt_path=path, weights_only=False)
 with open(f"{out}.{trainer.global_rank}", "w") as file:
-    weights = [value.float().flatten().tolist() for value in model.state_dict().values()]
+    values = [getattr(value, "to_local", lambda: value)() for value in model.state_dict().values()]
+    weights = [value.float().flatten().tolist() for value in values]
     json.dump({"losses": model.losses, "weights": weights, "files": sorted(os.listdir(folder))}, file)
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_training_goes_on_bit_for_bit_on_an_empty_disk(runs: Any, tmp_path: Path, ranks: int) -> None:
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT TESTED: torch's first FSDP wants a GPU")
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("io", 1), ("ddp", 2), ("fsdp2", 2), pytest.param("fsdp", 1, marks=on_gpu)])
+def test_killed_training_goes_on_bit_for_bit_on_an_empty_disk(runs: Any, tmp_path: Path, way: str, ranks: int) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
-    common = ["--nproc-per-node", str(ranks), "train.py", str(ranks)]
+    common = ["--nproc-per-node", str(ranks), "train.py", way]
     runs.run("--name", "undisturbed", *common, "0", "one")
     per_epoch = 12 // ranks
     summary = runs.run("--name", "disturbed", *common, str(2 * per_epoch + 3), "other")
@@ -89,3 +110,170 @@ def test_killed_training_goes_on_bit_for_bit_on_an_empty_disk(runs: Any, tmp_pat
         assert other["weights"] == one["weights"]
     assert len(runs.committed("undisturbed")) == 3, runs.committed("undisturbed")  # two best, and the last
     assert len(runs.committed("disturbed")) == 3, runs.committed("disturbed")
+
+
+@pytest.mark.parametrize("options", [[], ["--fsdp"]])
+def test_example_is_killed_and_goes_on(runs: Any, tmp_path: Path, options: list[str]) -> None:
+    summary = runs.run("--nproc-per-node", "2", str(EXAMPLE), "--crash-at-step", "50", *options)
+    assert (summary["state"], summary["restarts"], summary["checkpoint"]["restoredStep"]) == ("Complete", 1, 40)
+    assert runs.committed() == [40, 80, 100]  # ModelCheckpoint never removes what its Trainer went on from
+    if not options:
+        exported = torch.load(tmp_path / "digits" / "exported" / "digits.ckpt", weights_only=True)
+        assert exported["global_step"] == 100
+
+
+def test_shards_of_two_ranks_are_loaded_by_one(runs: Any) -> None:
+    runs.run("--nproc-per-node", "2", str(EXAMPLE), "--fsdp", "--steps", "40")
+    summary = runs.run(str(EXAMPLE), "--fsdp", "--steps", "60")
+    assert summary["checkpoint"]["restoredStep"] == 40
+    assert runs.committed() == [40, 60]
+
+
+def test_a_job_that_is_to_be_stopped_saves_its_last_step_and_goes_on_from_it(runs: Any, tmp_path: Path) -> None:
+    arguments = ["--nproc-per-node", "2", str(EXAMPLE), "--steps"]
+    process = runs.start(*arguments, "1000000")
+    runs.wait_for(lambda: len(runs.committed()) >= 1, process)
+    process.send_signal(signal.SIGINT)
+    assert runs.finish(process) == 130
+    stopped = runs.summary
+    last = stopped["checkpoint"]["latestPersistedStep"]
+    assert last == stopped["trainerStatus"]["globalStep"], "steps that were trained were not saved"
+    assert (tmp_path / "digits" / "stopped.ckpt").exists()
+    again = runs.run(*arguments, str(last + 10))
+    assert again["checkpoint"]["restoredStep"] == last
+
+
+# Rank 0 alone is given the checkpoints, as by any strategy of Lightning's own; each rank is to wait for its step.
+PLAIN_DDP = """
+import os
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from stepfast.integrations.lightning import StepfastCallback, StepfastCheckpointIO
+
+class Endless(BoringModel):
+    def val_dataloader(self):
+        return []
+
+trainer = Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", plugins=[StepfastCheckpointIO()], max_steps=10**6, logger=False,
+    enable_progress_bar=False, enable_model_summary=False,
+    callbacks=[StepfastCallback(), ModelCheckpoint("out", every_n_train_steps=20)],
+)
+trainer.fit(Endless())
+"""
+
+
+def test_ranks_that_save_nothing_wait_for_the_last_step_too(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN_DDP)
+    process = runs.start("--nproc-per-node", "2", "train.py")
+    runs.wait_for(lambda: len(runs.committed()) >= 1, process)
+    process.send_signal(signal.SIGINT)
+    assert runs.finish(process) == 130
+    assert runs.summary["checkpoint"]["latestPersistedStep"] == runs.summary["trainerStatus"]["globalStep"]
+
+
+# Without a launcher: two trainers of a process, one after the other; what they leave behind.
+TRAINERS = """
+import os, warnings
+warnings.filterwarnings("ignore")
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from stepfast.integrations.lightning import StepfastCallback, StepfastCheckpointIO
+
+def make(folder, io, **more):
+    saving = ModelCheckpoint(folder, every_n_train_steps=2, **{"save_top_k": -1, **more})
+    return Trainer(
+        accelerator="cpu", devices=1, max_steps=6, limit_val_batches=0, logger=False, plugins=[io],
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[StepfastCallback(), saving],
+    )
+
+seed_everything(7)
+first, second = StepfastCheckpointIO(), StepfastCheckpointIO()
+model = BoringModel()
+trainer = make("one", first)
+trainer.fit(model)
+make("two", second, save_top_k=1, save_last=True).fit(BoringModel())
+print("files", sorted(os.listdir("one")), sorted(os.listdir("two")))
+
+found = first.load_checkpoint("one/epoch=0-step=6.ckpt", weights_only=True)
+assert found["global_step"] == 6
+assert torch.equal(found["state_dict"]["layer.weight"], model.layer.weight)
+first.export_checkpoint("one/epoch=0-step=4.ckpt", "exported/four.ckpt")
+exported = BoringModel.load_from_checkpoint("exported/four.ckpt")
+saved = first.load_checkpoint("one/epoch=0-step=4.ckpt")["state_dict"]
+assert torch.equal(exported.layer.weight, saved["layer.weight"])
+plain = Trainer(accelerator="cpu", devices=1, max_steps=6, limit_val_batches=0, logger=False, enable_progress_bar=False,
+                enable_model_summary=False, enable_checkpointing=False)
+plain.validate(BoringModel(), ckpt_path="exported/four.ckpt", verbose=False)
+plain.fit(BoringModel(), ckpt_path="exported/four.ckpt")
+assert plain.global_step == 6
+
+read = BoringModel()
+make("three", first).validate(read, ckpt_path="one/epoch=0-step=2.ckpt", verbose=False)
+trainer.strategy.checkpoint_io.remove_checkpoint("one/epoch=0-step=2.ckpt")
+trainer.save_checkpoint("one/whatever.ckpt", storage_options={"is_best": True, "persist_path": "elsewhere"})
+for action in (
+    lambda: first.load_checkpoint("one/epoch=0-step=2.ckpt"),
+    lambda: first.load_checkpoint("nowhere.ckpt"),
+    lambda: trainer.save_checkpoint("one/other.ckpt", storage_options={"fast": True}),
+):
+    try:
+        action()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+first.teardown()
+print("steps", sorted(found.tag for found in first.checkpoints.steps()))
+"""
+
+
+def test_two_trainers_of_a_process_list_remove_and_export_what_they_saved(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINERS)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    told = done.stdout
+    assert done.returncode == 0, told[-2000:] + done.stderr[-4000:]
+    of_one = [f"epoch=0-step={step}.ckpt" for step in (2, 4, 6)]
+    assert f"files {of_one} {['epoch=0-step=6.ckpt', 'last.ckpt']}" in told
+    assert "CheckpointNotFound: one/epoch=0-step=2.ckpt is no checkpoint of this job" in told
+    assert "CheckpointNotFound: nowhere.ckpt is no checkpoint of this job" in told
+    assert "TypeError: storage_options may say is_best and persist_path; these are {'fast': True}" in told
+    assert "persist_path 'elsewhere' is not used" in done.stderr
+    left = ["one/epoch=0-step=4", "one/epoch=0-step=6", "one/whatever", "two/epoch=0-step=6", "two/last"]
+    assert f"steps {left}" in told
+
+
+READING = """
+from stepfast.integrations.lightning import StepfastCheckpointIO
+io = StepfastCheckpointIO()
+path = io.latest_checkpoint()
+try:
+    print(path, io.load_checkpoint(path)["global_step"])
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_comes_next(tmp_path: Path) -> None:
+    def run(script: str) -> str:
+        (tmp_path / "train.py").write_text(script)  # the job goes by its name
+        done = subprocess.run(
+            [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout
+
+    run(TRAINERS.split("print(", maxsplit=1)[0] + "first.teardown()")
+    assert run(READING).startswith("two/last.ckpt 6")
+    newest = max(
+        tmp_path.rglob("global_step*/state-*"), key=lambda file: int(file.parent.name.removeprefix("global_step"))
+    )
+    data = bytearray(newest.read_bytes())
+    data[-10] ^= 1
+    newest.write_bytes(data)
+    assert "CheckpointDamaged" in run(READING)
+    assert run(READING).startswith("two/epoch=0-step=6.ckpt 6")

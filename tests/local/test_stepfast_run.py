@@ -157,6 +157,32 @@ checkpoints.close()
 """
 
 
+READS_AN_OLDER_STEP_AND_SAVES_NO_MORE = """
+import os
+from stepfast.torch.tagged import Sharing, TaggedCheckpoints
+
+checkpoints = TaggedCheckpoints(sharing=Sharing.EVERY_RANK, persist_all=True)
+if os.environ["STEPFAST_ATTEMPT"] == "1":
+    for step in (1, 2):
+        opened = checkpoints.open(f"step{step}", step=step)
+        opened.put("weight", step)
+        opened.commit()
+    checkpoints.close()
+    raise SystemExit("once more")
+assert checkpoints.load(checkpoints.latest().step, "weight") == 2
+checkpoints.progress(3)
+assert checkpoints.load(1, "weight") == 1  # as when the best model is exported
+checkpoints.close()
+"""
+
+
+def test_step_that_is_read_once_training_has_gone_on_is_not_the_one_that_was_restored(
+    runs: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(READS_AN_OLDER_STEP_AND_SAVES_NO_MORE)
+    assert runs.run("train.py")["checkpoint"]["restoredStep"] == 2
+
+
 def test_step_that_is_read_in_the_midst_of_training_is_not_the_one_that_was_restored(runs: Any, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(READS_AN_OLDER_STEP)
     summary = runs.run("train.py")

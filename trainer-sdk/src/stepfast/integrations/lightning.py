@@ -40,6 +40,10 @@ class StepfastCallback(Callback):
         # Before the next epoch's data is shuffled.
         self._restore(trainer, at_epochs_end=True)
 
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.strategy.restore_checkpoint_after_setup:  # and behind on_fit_start
+            self._restore(trainer, at_epochs_end=True)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # In the middle of an epoch its data was shuffled before.
         self._restore(trainer, at_epochs_end=False)

@@ -145,6 +145,7 @@ class TaggedCheckpoints:
         self._planner = Planner(self._named, self._environment, weights_only=weights_only)
         self._opened: Counter[str] = Counter()
         self._asked = 0
+        self._has_progressed = False  # what is read from then on is not what training goes on from
         self._newest: Saved | None = None
         self._saves: dict[str, Saved] = {}  # the newest of each tag
         self._steps = TaggedSteps(
@@ -183,6 +184,7 @@ class TaggedCheckpoints:
 
     def progress(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Tells that a step is done: the heartbeat. `metrics`: numbers to show beside it."""
+        self._has_progressed = True
         if self._link is not None:
             self._link.progress(step, metrics or {})
 
@@ -334,7 +336,7 @@ class TaggedCheckpoints:
         the newest that is committed, the same on all ranks. Raises StorageError.
         """
         steps = self.steps()
-        if self._has_begun():
+        if self._has_opened():
             return steps[-1] if steps else None
         named = self._environment.resume_step
         # Whoever launched us says 0 for "from scratch"; a step 0 may have been saved nevertheless.
@@ -348,19 +350,19 @@ class TaggedCheckpoints:
 
     def names(self, step: int) -> list[str]:
         """What this rank saved in the step, or, when it saved nothing, the first rank that did."""
-        self._settle(step)
-        return self._steps.names(step)
+        with self._setting_aside(step) as steps:
+            return steps.names(step)
 
     def names_of_first(self, step: int) -> list[str]:
         """What the first of the step's ranks saved."""
-        self._settle(step)
-        return self._steps.names_of(step, self._steps.ranks(step)[0])
+        with self._setting_aside(step) as steps:
+            return steps.names_of(step, steps.ranks(step)[0])
 
     def names_of_all(self, step: int) -> list[str]:
         """What any of the step's ranks saved, each name once. Every rank calls it."""
-        ranks = self._steps.ranks(step)
         world_size, rank = self._environment.world_size, self._environment.rank
-        own = {name for other in ranks[rank::world_size] for name in self._steps.names_of(step, other)}
+        with self._setting_aside(step) as steps:
+            own = {name for other in steps.ranks(step)[rank::world_size] for name in steps.names_of(step, other)}
         self._asked += 1
         told = self._gang.exchange(f"tags/names/{self._asked}", json.dumps(sorted(own)))
         return sorted({name for names in told for name in json.loads(names)})
@@ -381,17 +383,22 @@ class TaggedCheckpoints:
         with an older one.
         """
         began = time.perf_counter()
+        with self._setting_aside(step) as steps:
+            yield steps
+        if self._has_opened():
+            return  # what training has gone on from stays as it is
+        self._gang.update(_BRANCH, lambda known: str(max(step, int(known or _SCRATCH))))
+        if self._link is not None and not self._has_progressed:
+            seconds = time.perf_counter() - began
+            self._link.tell(Restored(step=step, tier=str(self._steps.tier), time=time.time(), seconds=seconds))
+
+    @contextmanager
+    def _setting_aside(self, step: int) -> Iterator[TaggedSteps]:
         self._settle(step)
         try:
             yield self._steps
         except CheckpointDamaged as error:
             raise self._set_aside(error) from error
-        if self._has_begun():
-            return  # what training has gone on from stays as it is
-        self._gang.update(_BRANCH, lambda known: str(max(step, int(known or _SCRATCH))))
-        if self._link is not None:
-            seconds = time.perf_counter() - began
-            self._link.tell(Restored(step=step, tier=str(self._steps.tier), time=time.time(), seconds=seconds))
 
     def _settle(self, step: int) -> None:
         """What this rank has saved is there before it is read."""
@@ -399,7 +406,7 @@ class TaggedCheckpoints:
             if saved.step == step:
                 saved.wait(Tier.PERSISTENT)
 
-    def _has_begun(self) -> bool:
+    def _has_opened(self) -> bool:
         """Whether the run has opened a tag."""
         return self._gang.hear([_BOOK]) is not None
 
