@@ -46,7 +46,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     block = configuration.pop("nebula", None) if configuration is not None else None
     if configuration is not None:
         take(configuration)
-    settings = _settings(block)
+    settings = settings_of(block)
     if settings is None:
         return deepspeed.initialize(*args, **kwargs)
     made = StepfastCheckpointEngine(settings)
@@ -87,7 +87,7 @@ def _read(configuration: Any) -> dict[str, Any]:
     return found
 
 
-def _settings(block: Any) -> Settings | None:
+def settings_of(block: Any) -> Settings | None:
     """What the `nebula` block says; None when it asks for DeepSpeed's own checkpoints."""
     if block is None:
         return make_settings(None, None, None, os.environ)
@@ -104,4 +104,4 @@ def _settings(block: Any) -> Settings | None:
     )  # fmt: skip
 
 
-__all__ = ["StepfastCheckpointEngine", "export_checkpoint", "initialize"]
+__all__ = ["StepfastCheckpointEngine", "export_checkpoint", "initialize", "settings_of"]

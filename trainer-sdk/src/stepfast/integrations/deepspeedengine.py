@@ -24,6 +24,7 @@ from stepfast.tags import number_in
 from stepfast.torch.rng import get_rng_state, set_rng_state
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import OpenTag, TaggedCheckpoints
+from stepfast.torch.writer import Saved
 
 try:
     import deepspeed.runtime.engine
@@ -62,14 +63,22 @@ class StepfastCheckpointEngine(CheckpointEngine):
         super().__init__()
         self.name = type(self).__name__
         self._settings, self._number = settings, 0
+        self._engine: Any = None
+        self.saved: Saved | None = None
+        """The save that this rank made last."""
         self._info: CheckpointCommitInfo | None = None
         self._opened: OpenTag | None = None
         self._loading: tuple[Path, CommittedStep] | None = None  # the folder that stands for it
         self._moving: Moving | None = None  # while what another number of ranks has saved is loaded
 
+    @staticmethod
+    def adopt(checkpoints: TaggedCheckpoints) -> None:
+        """Has all engines of the process save to these, which something else keeps and removes."""
+        _engines.adopt(checkpoints)
+
     def serve(self, engine: Any) -> None:
         """Takes the place of what DeepSpeed's engine, which was made with this one, does by itself."""
-        self._number = _engines.add()
+        self._engine, self._number = engine, _engines.add()
         engine.load_checkpoint = functools.wraps(engine.load_checkpoint)(self._loads(engine, engine.load_checkpoint))
         engine.step = functools.wraps(engine.step)(self._steps(engine, engine.step))
 
@@ -88,9 +97,11 @@ class StepfastCheckpointEngine(CheckpointEngine):
         # Every rank makes sure of a checkpoint's folder; of a model that is exported it does not.
         if self._info is not None and self._opened is None and self._is_of_tag(path):
             tag = self._info.tag
+            number = number_in(tag)
             self._opened = self.checkpoints.open(
-                tag_in(self._info.save_dir, tag), step=number_in(tag), begins_after=_engines.begun_at
-            )
+                tag_in(self._info.save_dir, tag), begins_after=_engines.begun_at,
+                step=self._engine.global_steps if number is None else number,
+            )  # fmt: skip
 
     def save(self, state_dict: Any, path: str) -> None:
         """Keeps the state until `commit`, and leaves a file of that name and no bytes. What belongs to no tag
@@ -109,7 +120,8 @@ class StepfastCheckpointEngine(CheckpointEngine):
         if opened is None:
             return True
         opened.put(RNG, get_rng_state(), copy=False)
-        return opened.commit().saved
+        self.saved = opened.commit()
+        return self.saved.saved
 
     def preserves_storage_sharing(self) -> bool:
         return False  # a view's own bytes are saved, not all that it is a view of

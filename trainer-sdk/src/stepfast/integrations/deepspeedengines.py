@@ -35,6 +35,12 @@ def tag_of(found: CommittedStep | Manifest) -> str:
     return found.tag.rpartition(_BETWEEN)[2] or f"global_step{found.step}"
 
 
+def folder_of(found: CommittedStep) -> str | None:
+    """The folder that the step was saved in; None for one that DeepSpeed has not saved."""
+    folder, between, _ = found.tag.rpartition(_BETWEEN)
+    return folder if between else None
+
+
 class Engines:
     """Those of this process; their checkpoints are one rank's. All ranks make the same engines."""
 
@@ -55,6 +61,10 @@ class Engines:
                     "initialize all engines before the first loads or saves", self._made.environment.max_to_keep,
                 )  # fmt: skip
         return self._count
+
+    def adopt(self, checkpoints: TaggedCheckpoints) -> None:
+        """These are theirs: a framework says what is kept, and has made them before."""
+        self._made = checkpoints
 
     def checkpoints(self, settings: Settings) -> TaggedCheckpoints:
         """Theirs. What one engine saves never takes the place of another's: several have each of theirs persisted."""
@@ -104,4 +114,4 @@ class Engines:
         return max(self._begun.values() or self._borrowed, default=None)
 
 
-__all__ = ["Engines", "tag_in", "tag_of"]
+__all__ = ["Engines", "folder_of", "tag_in", "tag_of"]

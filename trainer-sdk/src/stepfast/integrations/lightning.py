@@ -33,33 +33,36 @@ class StepfastCallback(Callback):
     the last step of a job that is to be stopped.
     """
 
-    def __init__(self) -> None:
-        self._told_step = 0
+    _told_step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Before the next epoch's data is shuffled.
         self._restore(trainer, at_epochs_end=True)
+        super().on_fit_start(trainer, pl_module)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.strategy.restore_checkpoint_after_setup:  # and behind on_fit_start
             self._restore(trainer, at_epochs_end=True)
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # In the middle of an epoch its data was shuffled before.
         self._restore(trainer, at_epochs_end=False)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         io = trainer.strategy.checkpoint_io
-        if not isinstance(io, StepfastCheckpointIO) or trainer.global_step == self._told_step:
-            return  # gradients are only being accumulated
-        self._told_step = trainer.global_step
-        io.checkpoints.progress(trainer.global_step, trainer.callback_metrics)
-        if io.checkpoints.is_last_step(trainer.global_step):
-            trainer.save_checkpoint(_folder_of(trainer) / STOPPED)
-            saved_step = trainer.strategy.broadcast(io.saved and io.saved.step)  # rank 0 saves, be it alone
-            io.checkpoints.wait_to_be_stopped(saved_step)
+        # Where gradients are only being accumulated the step stays.
+        if isinstance(io, StepfastCheckpointIO) and trainer.global_step != self._told_step:
+            self._told_step = trainer.global_step
+            io.checkpoints.progress(trainer.global_step, trainer.callback_metrics)
+            if io.checkpoints.is_last_step(trainer.global_step):
+                trainer.save_checkpoint(_folder_of(trainer) / STOPPED)
+                saved_step = trainer.strategy.broadcast(io.saved and io.saved.step)  # rank 0 saves, be it alone
+                io.checkpoints.wait_to_be_stopped(saved_step)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def _restore(self, trainer: Trainer, *, at_epochs_end: bool) -> None:
         io = trainer.strategy.checkpoint_io

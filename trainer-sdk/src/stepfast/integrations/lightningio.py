@@ -35,6 +35,9 @@ class StepfastCheckpointIO(TorchCheckpointIO):
     generators are saved. Otherwise rank 0 alone does, as Lightning's own strategies have it.
     """
 
+    in_folders = False
+    """Whether Lightning's checkpoints are folders, not files."""
+
     def __init__(self, *, every_rank: bool = False, settings: Settings | None = None) -> None:
         self._sharing = Sharing.EVERY_RANK if every_rank else Sharing.THIS_RANK
         self._settings = settings
@@ -46,6 +49,10 @@ class StepfastCheckpointIO(TorchCheckpointIO):
         self.is_epochs_end = False
         """Whether that checkpoint was made behind an epoch's last batch."""
 
+    def configure(self, settings: Settings) -> None:
+        """What nobody has said yet, before the first checkpoint."""
+        self._settings = self._settings or settings
+
     @property
     def checkpoints(self) -> TaggedCheckpoints:
         """This rank's."""
@@ -55,10 +62,11 @@ class StepfastCheckpointIO(TorchCheckpointIO):
     def pointers(self) -> Pointers:
         """The files that stand for steps; made again where the disk has none of them."""
         if self._made is None or self._made.checkpoints.is_closed:
-            self._made = Pointers(checkpoints_of_process(self._sharing, self._settings), in_folders=False)
+            self._made = Pointers(checkpoints_of_process(self._sharing, self._settings), in_folders=self.in_folders)
             if self._made.checkpoints.environment.local_rank == 0:
-                folders = {path.parent for path in map(path_of, self._made.checkpoints.steps()) if path is not None}
-                self._made.make_again(path_of, [file for folder in folders for file in folder.glob(f"*{SUFFIX}")])
+                paths = map(self.path_of, self._made.checkpoints.steps())
+                folders = {path.parent for path in paths if path is not None}
+                self._made.make_again(self.path_of, [file for folder in folders for file in folder.glob(f"*{SUFFIX}")])
         return self._made
 
     def latest_checkpoint(self, dirpath: str | os.PathLike[str] | None = None) -> str | None:
@@ -70,7 +78,7 @@ class StepfastCheckpointIO(TorchCheckpointIO):
         found = self.checkpoints.latest()
         if found is None:
             return None
-        path = path_of(found) or Path(f"global_step{found.step}{SUFFIX}")
+        path = self.path_of(found) or Path(f"global_step{found.step}{SUFFIX}")
         if dirpath is not None:
             path = Path(dirpath, path.name)
         self.pointers.point(path, found.step, found.tag)
@@ -92,7 +100,7 @@ class StepfastCheckpointIO(TorchCheckpointIO):
         persisted, in the job's storage. Raises TypeError for others.
         """
         self.check_options(storage_options)
-        opened = self.checkpoints.open(tag_of(path), step=step_of(checkpoint))
+        opened = self.checkpoints.open(self.tag_of(path), step=step_of(checkpoint))
         if self.checkpoints.environment.rank == 0 or self._sharing is not Sharing.EVERY_RANK:
             for name, item in checkpoint.items():
                 opened.put(str(name), item, copy=False)
@@ -119,7 +127,7 @@ class StepfastCheckpointIO(TorchCheckpointIO):
         if os.path.exists(path) and not has_pointer(path):
             super().remove_checkpoint(path)
         else:
-            self.pointers.remove(path, tag_of(path))
+            self.pointers.remove(path, self.tag_of(path))
 
     def teardown(self) -> None:
         """Waits until all is persisted, and removed that was to be."""
@@ -127,6 +135,15 @@ class StepfastCheckpointIO(TorchCheckpointIO):
             self._made.finish()
 
     # ------------------------------------------------------------ what strategies need
+
+    def tag_of(self, path: Any) -> str:
+        """The path as seen from where the script runs: what is saved there again replaces what was."""
+        text = os.path.relpath(path).removesuffix(SUFFIX)
+        return text if is_tag(text) else Path(text).name
+
+    def path_of(self, found: CommittedStep) -> Path | None:
+        """Where that step was saved; None for one that has no tag."""
+        return Path(f"{found.tag}{SUFFIX}") if found.tag else None
 
     def check_options(self, options: Any) -> None:
         """Raises TypeError for `storage_options` that nobody knows."""
@@ -156,7 +173,7 @@ class StepfastCheckpointIO(TorchCheckpointIO):
 
     def find(self, path: Any) -> CommittedStep:
         """The step that the path stands for. Raises CheckpointNotFound."""
-        found = self.pointers.find(path, tag_of(path))
+        found = self.pointers.find(path, self.tag_of(path))
         if found is None:
             raise CheckpointNotFound(
                 f"{path} is no checkpoint of this job that is committed: go on from "
@@ -175,21 +192,10 @@ class StepfastCheckpointIO(TorchCheckpointIO):
         }
 
 
-def tag_of(path: Any) -> str:
-    """The path as seen from where the script runs: what is saved there again replaces what was."""
-    text = os.path.relpath(path).removesuffix(SUFFIX)
-    return text if is_tag(text) else Path(text).name
-
-
-def path_of(found: CommittedStep) -> Path | None:
-    """Where that step was saved; None for one that has no tag."""
-    return Path(f"{found.tag}{SUFFIX}") if found.tag else None
-
-
 def step_of(checkpoint: Mapping[str, Any]) -> int | None:
     """The step that a checkpoint of a training is to become."""
     step = checkpoint.get("global_step")
     return step if type(step) is int and step >= 0 else None
 
 
-__all__ = ["RNG", "StepfastCheckpointIO", "step_of", "tag_of"]
+__all__ = ["RNG", "SUFFIX", "StepfastCheckpointIO", "step_of"]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stepfast.integrations.lightningio import RNG, StepfastCheckpointIO, step_of, tag_of
+from stepfast.integrations.lightningio import RNG, StepfastCheckpointIO, step_of
 from stepfast.integrations.lightningnames import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from stepfast.integrations.pointers import has_pointer
 from stepfast.torch.dcp import StepfastStorageReader, StepfastStorageWriter
@@ -56,7 +56,7 @@ class _Sharded:
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """On every rank; returns when the rank's shards are in memory."""
         self.checkpoint_io.check_options(storage_options)
-        tag = tag_of(self.broadcast(filepath))
+        tag = self.checkpoint_io.tag_of(self.broadcast(filepath))
         rest = {name: item for name, item in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         state = {
             _MODEL: checkpoint["state_dict"],

@@ -13,6 +13,8 @@ The names `nebulaml` and `torch_nebula` are there under `stepfast run` and in th
 
 from __future__ import annotations
 
+from typing import Any
+
 from stepfast.nebula.api import (
     Checkpoint,
     _shutdown,
@@ -23,6 +25,17 @@ from stepfast.nebula.api import (
     init,
     list_checkpoints,
 )
+
+_OF_LIGHTNING = {"NebulaCallback", "NebulaCheckpointIO", "NebulaDeepspeedStrategy"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_LIGHTNING:
+        from stepfast.nebula import lightning
+
+        return getattr(lightning, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Checkpoint", "_shutdown", "flush_persistence",
