@@ -176,7 +176,7 @@ def test_ranks_that_save_nothing_wait_for_the_last_step_too(runs: Any, tmp_path:
 
 # Without a launcher: two trainers of a process, one after the other; what they leave behind.
 TRAINERS = """
-import os, warnings
+import copy, os, warnings
 warnings.filterwarnings("ignore")
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -212,6 +212,9 @@ plain.validate(BoringModel(), ckpt_path="exported/four.ckpt", verbose=False)
 plain.fit(BoringModel(), ckpt_path="exported/four.ckpt")
 assert plain.global_step == 6
 
+again = copy.deepcopy(trainer).strategy.checkpoint_io.load_checkpoint("one/epoch=0-step=6.ckpt")
+assert again["global_step"] == 6
+
 read = BoringModel()
 make("three", first).validate(read, ckpt_path="one/epoch=0-step=2.ckpt", verbose=False)
 trainer.strategy.checkpoint_io.remove_checkpoint("one/epoch=0-step=2.ckpt")
@@ -239,8 +242,8 @@ def test_two_trainers_of_a_process_list_remove_and_export_what_they_saved(tmp_pa
     assert done.returncode == 0, told[-2000:] + done.stderr[-4000:]
     of_one = [f"epoch=0-step={step}.ckpt" for step in (2, 4, 6)]
     assert f"files {of_one} {['epoch=0-step=6.ckpt', 'last.ckpt']}" in told
-    assert "CheckpointNotFound: one/epoch=0-step=2.ckpt is no checkpoint of this job" in told
-    assert "CheckpointNotFound: nowhere.ckpt is no checkpoint of this job" in told
+    assert "FileNotFoundError: Checkpoint file not found: one/epoch=0-step=2.ckpt is no checkpoint of this job" in told
+    assert "FileNotFoundError: Checkpoint file not found: nowhere.ckpt is no checkpoint of this job" in told
     assert "TypeError: storage_options may say is_best and persist_path; these are {'fast': True}" in told
     assert "persist_path 'elsewhere' is not used" in done.stderr
     left = ["one/epoch=0-step=4", "one/epoch=0-step=6", "one/whatever", "two/epoch=0-step=6", "two/last"]

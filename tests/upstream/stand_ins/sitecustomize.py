@@ -1,7 +1,7 @@
-"""Python reads this first in each process of a framework's tests: what stands in for the framework's own store."""
+"""Python reads this first in each process of a framework's tests: what they want, and what stands in for the store."""
 
 import importlib
 import os
 
-if _name := os.environ.get("UPSTREAM_STAND_IN"):
-    importlib.import_module(f"for_{_name}")
+for _name in os.environ.get("UPSTREAM_MODULES", "").split():
+    importlib.import_module(_name)

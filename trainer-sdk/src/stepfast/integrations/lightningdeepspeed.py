@@ -44,7 +44,7 @@ class StepfastDeepSpeedStrategy(DeepSpeedStrategy):
         self.checkpoint_io.saved_at(folder, self._engine.saved, tag_in(folder, _TAG))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What was saved in that folder, also where the disk has nothing of it. Raises CheckpointNotFound."""
+        """What was saved in that folder, also where the disk has nothing of it. Raises FileNotFoundError."""
         folder = os.path.relpath(self.broadcast(checkpoint_path))
         if not Path(folder, _TAG).exists():
             self.checkpoint_io.find(folder)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from stepfast.environment import absolute_storage_uri
-from stepfast.errors import CheckpointNotFound
 from stepfast.integrations.lightningnames import TorchCheckpointIO
 from stepfast.integrations.pointers import Pointers, has_pointer
 from stepfast.integrations.process import checkpoints_of_process
@@ -49,6 +48,10 @@ class StepfastCheckpointIO(TorchCheckpointIO):
         self.is_epochs_end = False
         """Whether that checkpoint was made behind an epoch's last batch."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy, in this process or another: what it is told, and nothing of what it has done."""
+        return {**vars(self), "_made": None, "saved": None, "rng": None}
+
     def configure(self, settings: Settings) -> None:
         """What nobody has said yet, before the first checkpoint."""
         self._settings = self._settings or settings
@@ -86,7 +89,7 @@ class StepfastCheckpointIO(TorchCheckpointIO):
 
     def export_checkpoint(self, path: Any, to: str | os.PathLike[str]) -> None:
         """Writes the checkpoint that was saved at that path as the file that Lightning itself would have written: for
-        `load_from_checkpoint`, and for trainings without Stepfast. Raises CheckpointNotFound, CheckpointDamaged.
+        `load_from_checkpoint`, and for trainings without Stepfast. Raises FileNotFoundError, CheckpointDamaged.
         """
         checkpoint = self._read(self.find(path), "cpu", weights_only=False)
         super().save_checkpoint(checkpoint, to)
@@ -110,9 +113,7 @@ class StepfastCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The checkpoint that was saved at that path. Raises CheckpointNotFound, CheckpointDamaged,
-        CheckpointUnsafe.
-        """
+        """The checkpoint that was saved at that path. Raises FileNotFoundError, CheckpointDamaged, CheckpointUnsafe."""
         if os.path.exists(path) and not has_pointer(path):
             loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
             return loaded
@@ -172,11 +173,11 @@ class StepfastCheckpointIO(TorchCheckpointIO):
             self.is_epochs_end = False
 
     def find(self, path: Any) -> CommittedStep:
-        """The step that the path stands for. Raises CheckpointNotFound."""
+        """The step that the path stands for. Raises FileNotFoundError, as Lightning's own."""
         found = self.pointers.find(path, self.tag_of(path))
         if found is None:
-            raise CheckpointNotFound(
-                f"{path} is no checkpoint of this job that is committed: go on from "
+            raise FileNotFoundError(
+                f"Checkpoint file not found: {path} is no checkpoint of this job that is committed: go on from "
                 "StepfastCheckpointIO.latest_checkpoint(), which is one"
             )
         return found

@@ -70,7 +70,7 @@ class _Sharded:
 
     def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """What was saved at that path, into the model and, for fitting, into the optimizers; what Lightning itself goes
-        on with is returned. A checkpoint of Lightning's own is read as such. Raises CheckpointNotFound.
+        on with is returned. A checkpoint of Lightning's own is read as such. Raises FileNotFoundError.
         """
         path = self.broadcast(checkpoint_path)
         if os.path.exists(path) and not has_pointer(path):

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Pointers:
         self._steps: dict[Path, list[int]] = {}  # that each path has stood for, the newest last
         self._saves: dict[int, Saved] = {}
         self._newest: Saved | None = None
-        self._removals: ThreadPoolExecutor | None = None
+        self._removals: list[Future[None]] = []
 
     def point(self, path: Any, step: int, tag: str) -> None:
         """Has the path stand for that step; makes folders that are not there yet."""
@@ -163,14 +163,16 @@ class Pointers:
         newest = self._newest
         if newest is not None and newest.saved and not self.checkpoints.is_closed:
             newest.wait()
-        removals, self._removals = self._removals, None
-        if removals is not None:
-            removals.shutdown(wait=True)
+        wait(self._removals)
 
     def _later(self, step: int) -> None:
-        if self._removals is None:
-            self._removals = ThreadPoolExecutor(1, thread_name_prefix="stepfast-removal")
-        self._removals.submit(self._remove, step, self._newest)
+        if self._newest is None:  # nothing that this process saves has to be there first
+            self._remove(step, None)
+            return
+        self._removals = [removal for removal in self._removals if not removal.done()]
+        pool = ThreadPoolExecutor(1, thread_name_prefix="stepfast-removal")
+        self._removals.append(pool.submit(self._remove, step, self._newest))
+        pool.shutdown(wait=False)  # the thread ends with its work: nobody may ever call finish()
 
     def _remove(self, step: int, successor: Saved | None) -> None:
         try:
