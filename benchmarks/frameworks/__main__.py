@@ -61,10 +61,11 @@ PAGE = """# Stall per save, beside the frameworks' own ways
 
 `make bench-frameworks` writes this page: {size} MiB of model and Adam state, {saves} saves a process, {rounds} rounds.
 
-A cell says by how much the iteration that saves, and the next one, take longer than two before the first save: the
-median of all saves but each process's first two, whose own is in brackets: they go into new memory. What is less than
-the spread of iterations without a save is said as that ("< 9 ms"). All ways train the same, in one run, on one machine
-and its disk, under `stepfast run`, whose agent has nothing to do when it is not its turn.
+A cell says by how much the iteration that saves, and the next one, take longer than two without a save (those before
+the first, or between them, whichever are quicker): the median of all saves but each process's first two, whose own is
+in brackets: they go into new memory. What is less than the spread of iterations without a save is said as that
+("< 9 ms"). All ways train the same, in one run, on one machine and its disk, under `stepfast run`, whose agent has
+nothing to do when it is not its turn.
 
 | | release | its default | its asynchronous way | Stepfast | the better of its own, in Stepfast's stalls |
 |---|---|---|---|---|---|

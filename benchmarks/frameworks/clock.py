@@ -49,7 +49,8 @@ class Clock:
     """Iterations, and which of them saved. What a save delays the next iteration by counts as well.
 
     An optimizer may wait for the save before it (DeepSpeed's does): so two iterations are looked at together. They are
-    held against those before the first save, while nothing is written in the background.
+    held against those before the first save, while nothing is written in the background, or against those between the
+    saves, if these are quicker.
     """
 
     task: Task
@@ -76,8 +77,10 @@ class Clock:
         """
         self.tick()
         lasted = [end - begin for begin, end in zip(self._began, self._began[1:], strict=False)]
+        touched = {index for saved in self._saved for index in (saved, saved + 1)}
         before = lasted[WARMING : self.task.first_save - 1]
-        plain = median(before)
+        between = [lasted[index] for index in range(self.task.first_save, len(lasted)) if index not in touched]
+        plain = min(median(before), median(between))
         spread = 2 * median(abs(seconds - plain) for seconds in before)
         stalls = [sum(lasted[saved : saved + 2]) - 2 * plain for saved in self._saved]
         self.task.out.write_text(json.dumps({"stalls": stalls, "spread": spread}))
