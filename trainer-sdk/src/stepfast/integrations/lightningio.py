@@ -53,8 +53,11 @@ class StepfastCheckpointIO(TorchCheckpointIO):
         return {**vars(self), "_made": None, "saved": None, "rng": None}
 
     def configure(self, settings: Settings) -> None:
-        """What nobody has said yet, before the first checkpoint."""
-        self._settings = self._settings or settings
+        """What nobody has said yet, before the first checkpoint; what comes later is said not to be used."""
+        if self._made is None:
+            self._settings = self._settings or settings
+        else:
+            settings.apply(self.checkpoints.environment, os.environ)
 
     @property
     def checkpoints(self) -> TaggedCheckpoints:

@@ -26,6 +26,8 @@ def checkpoints_of_process(
         settings = settings if settings is not None else make_settings(None, None, None, os.environ)
         environment = replace(settings.apply(read_environment(), os.environ), max_to_keep=0)
         _made[:] = [TaggedCheckpoints(sharing=sharing, environment=environment, persist_all=True)]
+    elif settings is not None:
+        settings.apply(_made[0].environment, os.environ)  # says what is not used
     made = _made[0]
     if made.sharing is not sharing and made.environment.world_size > 1:
         raise CheckpointerOpen(
