@@ -122,8 +122,21 @@ def test_example_is_killed_and_goes_on(runs: Any, tmp_path: Path, options: list[
         assert exported["global_step"] == 100
 
 
-def test_shards_of_two_ranks_are_loaded_by_one(runs: Any) -> None:
+EXPORT = """
+from stepfast.integrations.lightning import StepfastCheckpointIO
+io = StepfastCheckpointIO()
+try:
+    io.export_checkpoint(io.latest_checkpoint(), "exported.ckpt")
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_shards_of_two_ranks_are_loaded_by_one(runs: Any, tmp_path: Path) -> None:
     runs.run("--nproc-per-node", "2", str(EXAMPLE), "--fsdp", "--steps", "40")
+    (tmp_path / "export.py").write_text(EXPORT)
+    runs.run("--name", "train", "export.py")
+    assert "StateUnsupported: step 40 (digits/epoch=2-step=40) was saved by its shards" in runs.log
     summary = runs.run(str(EXAMPLE), "--fsdp", "--steps", "60")
     assert summary["checkpoint"]["restoredStep"] == 40
     assert runs.committed() == [40, 60]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from stepfast.errors import StateUnsupported
 from stepfast.integrations.deepspeed import settings_of
 from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine, replaced
 from stepfast.integrations.deepspeedengines import folder_of, tag_in
@@ -58,6 +59,11 @@ class _FolderIO(StepfastCheckpointIO):
     """For checkpoints that are folders, which DeepSpeed's engine fills."""
 
     in_folders = True
+
+    def export_checkpoint(self, path: Any, to: str | os.PathLike[str]) -> None:
+        raise StateUnsupported(
+            f"{path} is DeepSpeed's: stepfast.integrations.deepspeed.export_checkpoint writes its files"
+        )
 
     def tag_of(self, path: Any) -> str:
         return tag_in(os.path.relpath(path), _TAG)

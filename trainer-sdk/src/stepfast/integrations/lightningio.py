@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from stepfast.environment import absolute_storage_uri
+from stepfast.errors import StateUnsupported
 from stepfast.integrations.lightningnames import TorchCheckpointIO
 from stepfast.integrations.pointers import Pointers, has_pointer
 from stepfast.integrations.process import checkpoints_of_process
 from stepfast.nebula.settings import Settings
 from stepfast.step import is_tag
 from stepfast.torch.copying import MapLocation
+from stepfast.torch.dcp.metadata import METADATA
 from stepfast.torch.rng import get_rng_state
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import Sharing, TaggedCheckpoints
@@ -92,7 +94,8 @@ class StepfastCheckpointIO(TorchCheckpointIO):
 
     def export_checkpoint(self, path: Any, to: str | os.PathLike[str]) -> None:
         """Writes the checkpoint that was saved at that path as the file that Lightning itself would have written: for
-        `load_from_checkpoint`, and for trainings without Stepfast. Raises FileNotFoundError, CheckpointDamaged.
+        `load_from_checkpoint`, and for trainings without Stepfast. Raises FileNotFoundError, CheckpointDamaged,
+        StateUnsupported for shards.
         """
         checkpoint = self._read(self.find(path), "cpu", weights_only=False)
         super().save_checkpoint(checkpoint, to)
@@ -189,6 +192,10 @@ class StepfastCheckpointIO(TorchCheckpointIO):
 
     def _read(self, found: CommittedStep, location: MapLocation, *, weights_only: bool) -> dict[str, Any]:
         names = self.checkpoints.names_of_first(found.step)
+        if METADATA in names:
+            raise StateUnsupported(
+                f"step {found.step} ({found.tag}) was saved by its shards: load it with the strategy"
+            )
         return {
             name: self.checkpoints.load(found.step, name, location, weights_only=weights_only)
             for name in names
