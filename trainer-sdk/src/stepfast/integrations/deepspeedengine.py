@@ -63,7 +63,8 @@ class StepfastCheckpointEngine(CheckpointEngine):
         super().__init__()
         self.name = type(self).__name__
         self._settings, self._number = settings, 0
-        self._engine: Any = None
+        self.next_step: int | None = None
+        """What the next save is to become, if its tag says no number; None: the step after the last."""
         self.saved: Saved | None = None
         """The save that this rank made last."""
         self._info: CheckpointCommitInfo | None = None
@@ -78,7 +79,7 @@ class StepfastCheckpointEngine(CheckpointEngine):
 
     def serve(self, engine: Any) -> None:
         """Takes the place of what DeepSpeed's engine, which was made with this one, does by itself."""
-        self._engine, self._number = engine, _engines.add()
+        self._number = _engines.add()
         engine.load_checkpoint = functools.wraps(engine.load_checkpoint)(self._loads(engine, engine.load_checkpoint))
         engine.step = functools.wraps(engine.step)(self._steps(engine, engine.step))
 
@@ -100,7 +101,7 @@ class StepfastCheckpointEngine(CheckpointEngine):
             number = number_in(tag)
             self._opened = self.checkpoints.open(
                 tag_in(self._info.save_dir, tag), begins_after=_engines.begun_at,
-                step=self._engine.global_steps if number is None else number,
+                step=self.next_step if number is None else number,
             )  # fmt: skip
 
     def save(self, state_dict: Any, path: str) -> None:

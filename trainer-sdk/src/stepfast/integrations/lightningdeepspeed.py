@@ -10,7 +10,7 @@ from stepfast.errors import StateUnsupported
 from stepfast.integrations.deepspeed import settings_of
 from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine, replaced
 from stepfast.integrations.deepspeedengines import folder_of, tag_in
-from stepfast.integrations.lightningio import StepfastCheckpointIO
+from stepfast.integrations.lightningio import StepfastCheckpointIO, step_of
 from stepfast.integrations.lightningnames import DeepSpeedStrategy
 from stepfast.nebula.settings import Settings
 from stepfast.torch.rng import get_rng_state
@@ -41,6 +41,7 @@ class StepfastDeepSpeedStrategy(DeepSpeedStrategy):
         """On every rank; returns when the rank's share is in memory."""
         self.checkpoint_io.check_options(storage_options)
         folder = os.path.relpath(self.broadcast(filepath))
+        self._engine.next_step = step_of(checkpoint)
         super().save_checkpoint(checkpoint, folder)
         self.checkpoint_io.saved_at(folder, self._engine.saved, tag_in(folder, _TAG))
 
