@@ -253,7 +253,7 @@ def _changed(tree: ast.Module, chosen: _Candidate) -> Iterator[str]:
     found = [node for node in ast.walk(tree) if isinstance(node, _CHANGES) and node.lineno >= end]
     for node in sorted(found, key=lambda node: (node.lineno, node.col_offset)):
         if any(_is_of(part, chosen.name) for part in _parts_changed(node)):
-            yield f"line {node.lineno}: {_short(node)} is not taken along, for nothing is run here: write it in the literal"
+            yield f"line {node.lineno}: {_short(node)} is not taken along (nothing is run): put it in the literal"
 
 
 def _parts_changed(node: ast.AST) -> Sequence[ast.expr]:
