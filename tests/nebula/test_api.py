@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch
 from stepfast import nebula as nm
 from stepfast.errors import CheckpointNotFound, SpecError, StateUnsupported, StorageError
 from stepfast.nebula import engine
+from stepfast.nebula.pending import Moment, Verdict, judge
 from stepfast.nebula.settings import Settings
 
 
@@ -103,12 +105,13 @@ def test_checkpoint_of_which_an_object_could_not_be_saved_is_nobodys() -> None:
 
 @pytest.mark.parametrize(
     ("end", "tags_then"),
-    [("", ["global_step1"]), ("raise SystemExit(0)", ["global_step1"]), ("raise RuntimeError('no data')", []),
+    [("", ["global_step1"]), ("sys.exit(0)", ["global_step1"]), ("raise RuntimeError('no data')", []),
      ("nm._shutdown()", ["global_step1"])],
     ids=["end", "exit", "error", "shutdown"],
 )  # fmt: skip
 def test_script_that_ends_in_order_has_saved_what_it_saved(end: str, tags_then: list[str], storage: Path) -> None:
     script = f"""
+import sys
 import stepfast.nebula as nm
 nm.init({str(storage)!r})
 nm.Checkpoint("global_step1").save("model", 1)
@@ -117,6 +120,140 @@ nm.Checkpoint("global_step1").save("model", 1)
     Path("train.py").write_text(script)
     subprocess.run([sys.executable, "train.py"], check=False, capture_output=True, timeout=120)
     assert tags() == tags_then
+
+
+FAILING = """
+import sys, traceback
+import stepfast.nebula as nm
+def main():
+    nm.init({storage!r})
+    checkpoint = nm.Checkpoint("global_step1")
+    checkpoint.save("model", 1)
+    raise RuntimeError("before the optimizer was saved")
+try:
+    main()
+except Exception:
+    traceback.print_exc()
+    {end}
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit(1)", "raise SystemExit('no data')", "sys.exit('no data')", "exit(1)"])
+def test_script_that_fails_by_its_exit_status_commits_no_half_checkpoint(end: str, storage: Path) -> None:
+    Path("train.py").write_text(FAILING.format(storage=str(storage), end=end))
+    done = subprocess.run([sys.executable, "train.py"], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "'global_step1' is not committed" in done.stderr
+    assert "call commit()" in done.stderr
+    assert tags() == []
+
+
+@pytest.mark.parametrize(
+    ("names", "end", "tags_then"),
+    [(["model", "optimizer"], "", [1, 2, 3]), (["model"], "", [1, 2]), (["model", "optimizer"], "sys.exit(1)", [1, 2]),
+     (["model", "optimizer"], "raise SystemExit(0)", [1, 2, 3]), (["model"], "raise SystemExit(0)", [1, 2])],
+    ids=["whole", "half", "failed", "whole-and-status-unknown", "half-and-status-unknown"],
+)  # fmt: skip
+def test_last_checkpoint_of_a_script_is_held_against_the_one_before(
+    names: list[str], end: str, tags_then: list[int], storage: Path
+) -> None:
+    Path("train.py").write_text(f"""
+import sys
+import stepfast.nebula as nm
+nm.init({str(storage)!r}, persistent_time_interval=0)
+for step in (1, 2):
+    checkpoint = nm.Checkpoint(f"global_step{{step}}", 2)
+    checkpoint.save("model", step)
+    checkpoint.save("optimizer", step)
+checkpoint = nm.Checkpoint("global_step3")
+for name in {names}:
+    checkpoint.save(name, 3)
+{end}
+""")
+    subprocess.run([sys.executable, "train.py"], check=False, capture_output=True, timeout=120)
+    assert tags() == [f"global_step{step}" for step in tags_then]
+
+
+def test_exit_is_what_it_was_after_the_shutdown() -> None:
+    nm._shutdown()
+    before = sys.exit
+    nm.list_checkpoints()
+    assert sys.exit is not before
+    with pytest.raises(SystemExit, match="7"):
+        sys.exit(7)
+    nm._shutdown()
+    assert sys.exit is before
+
+
+def test_two_checkpoints_may_be_open_when_both_are_committed_explicitly() -> None:
+    one, other = nm.Checkpoint("global_step1"), nm.Checkpoint("best")
+    one.save("model", 1)
+    other.save("model", 1)
+    one.save("optimizer", 2)
+    other.save("optimizer", 2)
+    assert one.commit()
+    assert other.commit()
+    assert tags() == ["global_step1", "best"]
+    for tag in ("global_step1", "best"):
+        found = nm.get_checkpoint(tag)
+        assert found is not None
+        assert found.load("optimizer") == 2
+
+
+def test_look_at_the_latest_leaves_open_what_the_script_will_commit_itself() -> None:
+    one = nm.Checkpoint("global_step1")
+    one.save("model", 1)
+    one.commit()
+    two = nm.Checkpoint("global_step2")
+    two.save("model", 2)
+    latest = nm.get_latest_checkpoint()
+    assert latest is not None
+    assert latest.tag == "global_step1"
+    two.save("optimizer", 2)
+    two.commit()
+    assert tags() == ["global_step1", "global_step2"]
+
+
+def test_checkpoint_that_was_left_half_is_not_committed_by_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    def save(step: int, *names: str) -> None:
+        checkpoint = nm.Checkpoint(f"global_step{step}")
+        for name in names:
+            checkpoint.save(name, step)
+
+    save(1, "model", "optimizer")
+    save(2, "model")  # and an exception that the script has caught
+    save(3, "model", "optimizer")
+    assert tags() == ["global_step1", "global_step3"]
+    assert "'global_step2' is not committed" in caplog.text
+
+
+def test_checkpoints_that_a_script_keeps_are_committed_before_they_fill_the_memory() -> None:
+    kept = [nm.Checkpoint(f"global_step{step}") for step in range(1, 7)]
+    for checkpoint in kept:
+        checkpoint.save("model", 1)
+    committed = [found.tag for found in engine.checkpoints().steps()]
+    assert committed == ["global_step1", "global_step2", "global_step3"]
+    assert tags()[-1] == "global_step6"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected", "moment", "can_grow", "is_said", "verdict"),
+    [
+        (["m"], None, Moment.NEXT, True, False, Verdict.KEEP),
+        (["m"], None, Moment.NEXT, False, False, Verdict.COMMIT),
+        (["m"], ["m"], Moment.NEXT, False, True, Verdict.COMMIT),
+        (["m"], ["m", "o"], Moment.NEXT, False, True, Verdict.GIVE_UP),
+        (["m"], None, Moment.NEXT, False, True, Verdict.GIVE_UP),
+        (["m"], None, Moment.LOOK, True, False, Verdict.COMMIT),
+        (["m"], ["m"], Moment.LOOK, True, True, Verdict.KEEP),
+        (["m"], ["m", "o"], Moment.LOOK, True, False, Verdict.KEEP),
+        (["m", "o"], ["m"], Moment.END, True, True, Verdict.COMMIT),
+    ],
+)
+def test_what_nobody_said_is_whole_is_judged_by_what_is_known(  # noqa: PLR0917  # a table's columns
+    names: list[str], expected: list[str] | None, moment: Moment, can_grow: bool, is_said: bool, verdict: Verdict
+) -> None:
+    assert judge(names, expected, moment=moment, can_grow=can_grow, is_said=is_said) is verdict
 
 
 def test_tags_that_name_no_step_are_listed_in_their_order() -> None:
@@ -140,7 +277,97 @@ def test_as_many_versions_are_kept_as_init_was_told(storage: Path) -> None:
     assert tags() == ["global_step4", "global_step5"]
 
 
+# ---------------------------------------------------------------- a run that is begun twice
+
+
+def test_second_init_keeps_what_the_script_has_saved(storage: Path) -> None:
+    nm.Checkpoint("global_step1", 1).save("model", 1)
+    nm.init(str(storage), persistent_time_interval=1)
+    assert engine.checkpoints().environment.persist_interval_seconds == 1
+    nm.Checkpoint("global_step2", 1).save("model", 2)
+    nm.init(str(storage), persistent_time_interval=1, num_of_version_in_retention=2)
+    assert engine.checkpoints().environment.max_to_keep == 2
+    assert tags() == ["global_step1", "global_step2"]
+    nm.Checkpoint("global_step3", 1).save("model", 3)
+    nm.flush_persistence()
+    assert tags() == ["global_step2", "global_step3"]
+
+
+def test_second_init_changes_only_what_it_says(storage: Path) -> None:
+    nm.Checkpoint("global_step1", 1).save("model", 1)
+    nm.init(persistent_time_interval=1)
+    assert engine.checkpoints().environment.storage_uri == storage.as_uri()
+    assert tags() == ["global_step1"]
+
+
+def test_save_after_the_shutdown_goes_on_with_the_run() -> None:
+    for step in (5, 6):
+        nm.Checkpoint(f"global_step{step}", 1).save("model", step)
+        nm._shutdown()
+    nm.Checkpoint("best", 1).save("model", "best")
+    assert [(found["tag"], found["global_step"]) for found in nm.list_checkpoints()] == [
+        ("global_step5", 5), ("global_step6", 6), ("best", 7),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tag", ["best", "global_step10"])
+def test_second_init_under_a_launcher_counts_on(storage: Path, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+    nm._shutdown()
+    monkeypatch.setenv("STEPFAST_RUN", "abc-1")
+    nm.init(str(storage), persistent_time_interval=0)
+    nm.Checkpoint("global_step10", 1).save("model", "old")
+    nm.init(str(storage), persistent_time_interval=0, num_of_version_in_retention=3)
+    nm.Checkpoint(tag, 1).save("model", "new")
+    latest, found = nm.get_latest_checkpoint(), nm.get_checkpoint(tag)
+    assert latest is not None
+    assert found is not None
+    assert (latest.load("model"), found.load("model")) == ("new", "new")
+
+
+def test_storage_that_changes_is_named_and_goes_on_when_it_is_back(
+    storage: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nm.Checkpoint("global_step1", 1).save("model", 1)
+    nm.init(str(tmp_path / "other"), persistent_time_interval=0)
+    assert f"go to {(tmp_path / 'other').as_uri()} from now on; those in {storage.as_uri()}" in caplog.text
+    nm.Checkpoint("global_step2", 1).save("model", 2)
+    assert tags() == ["global_step2"]
+    nm.init(str(storage), persistent_time_interval=0)
+    nm.Checkpoint("global_step3", 1).save("model", 3)
+    assert tags() == ["global_step1", "global_step3"]
+
+
 # ---------------------------------------------------------------- another storage
+
+
+@pytest.mark.parametrize("first", [[], [1]], ids=["nothing-at-first", "saved-anew"])
+def test_storage_elsewhere_is_looked_at_again(tmp_path: Path, first: list[int]) -> None:
+    other = str(tmp_path / "other")
+    code = "import stepfast.nebula as nm; nm.init({!r}); nm.Checkpoint('global_step1', 1).save('model', {})"
+    for value in first:
+        subprocess.run([sys.executable, "-c", code.format(other, value)], check=True, timeout=120)
+    latest = nm.get_latest_checkpoint(persist_path=other)
+    assert (latest.load("model") if latest is not None else None) == (first[0] if first else None)
+    subprocess.run([sys.executable, "-c", code.format(other, 2)], check=True, timeout=120)
+    latest = nm.get_latest_checkpoint(persist_path=other)
+    assert latest is not None
+    assert latest.load("model") == 2
+
+
+def test_step_that_was_saved_without_a_tag_is_got_by_the_one_that_is_listed(storage: Path) -> None:
+    nm._shutdown()
+    code = f"""
+import os, sys
+os.environ["STEPFAST_STORAGE_URI"], sys.argv = {storage.as_uri()!r}, ["train.py"]
+from stepfast.torch import Checkpointer
+with Checkpointer(state={{"x": 1}}) as checkpointer:
+    checkpointer.save(7).wait()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    (tag,) = tags()
+    found = nm.get_checkpoint(str(tag))
+    assert found is not None
+    assert found.tag == "global_step7"
 
 
 def test_checkpoints_of_another_storage_are_found_by_its_path(storage: Path, tmp_path: Path) -> None:
@@ -177,6 +404,22 @@ def test_storage_of_several_other_jobs_does_not_guess(
     latest = nm.get_latest_checkpoint(persist_path=str(storage / "local" / "two"))
     assert latest is not None
     assert latest.load("model") == "two.py"
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_last_object_of_a_known_number_is_not_copied_twice() -> None:
+    size = 256 << 20
+    state = {"w": torch.ones(size, dtype=torch.uint8)}
+    before = peak_bytes()
+    nm.Checkpoint("global_step1", 1).save("model", state)
+    assert peak_bytes() - before < size // 2
+
+
+def peak_bytes() -> int:
+    """Of this process's memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # ---------------------------------------------------------------- settings

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from stepfast import catalog
+from stepfast.layout import job_folder
+from stepfast.storage import open_store
+
 # Every rank's model differs from the others': DDP keeps it equal within a group of its own, or leaves a part alone.
 DIFFERENT = """
 import sys, torch, torch.distributed as dist
@@ -100,3 +104,164 @@ def test_rank_without_the_agent_that_others_have_takes_all_to_the_storage(
     assert (done.code, done.output.count("committed")) == (0, 2), done.output
     assert "/nowhere/agent.sock" in done.output
     assert len(list(launcher.bench.folder.glob("*/manifest.json"))) == 1
+
+
+# ---------------------------------------------------------------- how Nebula's functions find it
+
+
+def ranks_by_step(launcher: Any) -> dict[int, list[int]]:
+    """Of the committed steps, those that have files in it."""
+    store = open_store(launcher.bench.storage.as_uri())
+    folder = job_folder(launcher.bench.job)
+    found = {
+        step.step: sorted(file.rank for file in catalog.verify_step(store, folder, step.step))
+        for step in catalog.committed_steps(store, folder)
+    }
+    store.close()
+    return found
+
+
+NEBULA = """
+import os, sys, time
+import torch.distributed as dist
+import stepfast.nebula as nm
+rank = int(os.environ["RANK"])
+"""
+
+
+@pytest.mark.parametrize("kept", ["None", "50"], ids=["another-interval", "another-retention"])
+def test_every_ranks_save_is_whole_after_a_second_init(launcher: Any, kept: str) -> None:
+    finished = launcher.run(
+        NEBULA
+        + f"kept = {kept}"
+        + """
+nm.init(persistent_storage_path="/tmp/one")
+nm.init(persistent_storage_path="/tmp/one", persistent_time_interval=0, num_of_version_in_retention=kept)
+dist.init_process_group("gloo")
+for step in (1, 2, 3):
+    nm.Checkpoint(f"global_step{step}", 1).save("x", rank)
+    dist.barrier()
+nm.flush_persistence()
+""",
+        ranks=2,
+    )
+    assert finished.code == 0, finished.output
+    assert ranks_by_step(launcher) == {1: [0, 1], 2: [0, 1], 3: [0, 1]}, finished.output
+
+
+@pytest.mark.parametrize("with_agent", [True, False], ids=["agent", "no-agent"])
+def test_every_ranks_save_is_whole_after_a_shutdown(launcher: Any, start_agent: Any, with_agent: bool) -> None:
+    finished = launcher.run(
+        NEBULA
+        + """
+dist.init_process_group("gloo")
+nm.init(persistent_time_interval=0)
+for tag in ("global_step1", "last", "last"):
+    nm.Checkpoint(tag, 1).save("x", rank)
+    dist.barrier()
+    nm._shutdown()
+    dist.barrier()
+print(rank, [found["tag"] for found in nm.list_checkpoints()], flush=True)
+""",
+        ranks=2,
+        agent=start_agent() if with_agent else None,
+    )
+    assert finished.code == 0, finished.output
+    assert finished.output.count("['global_step1', 'last', 'last']") == 2, finished.output
+    assert ranks_by_step(launcher) == {1: [0, 1], 2: [0, 1], 3: [0, 1]}, finished.output
+
+
+STARTED_BY_THE_SCRIPT = """
+import os, sys, torch.distributed as dist, torch.multiprocessing as mp
+def train(rank, path, first):
+    import stepfast.nebula as nm
+    from stepfast.errors import GangError
+    nm.init(persistent_time_interval=0)
+    if first == "look":
+        assert nm.get_latest_checkpoint() is None
+    elif first == "save" and rank == 0:
+        nm.Checkpoint("global_step1", 1).save("x", rank)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    try:
+        nm.Checkpoint("global_step1", 1).save("x", rank)
+        dist.barrier()
+        nm._shutdown()
+    except GangError as error:
+        print(rank, error, flush=True)
+        os._exit(0)
+    dist.barrier()
+if __name__ == "__main__":
+    for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+        os.environ.pop(key, None)
+    mp.spawn(train, (os.path.abspath("meet"), sys.argv[1]), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "with_agent"),
+    [("init", True), ("init", False), ("look", False)],
+    ids=["init-agent", "init-no-agent", "look-no-agent"],
+)
+def test_ranks_that_the_script_starts_itself_are_one_gang(
+    launcher: Any, start_agent: Any, first: str, with_agent: bool
+) -> None:
+    finished = launcher.run(STARTED_BY_THE_SCRIPT, first, ranks=1, agent=start_agent() if with_agent else None)
+    assert finished.code == 0, finished.output[-3000:]
+    assert ranks_by_step(launcher) == {1: [0, 1]}, finished.output[-1500:]
+
+
+def test_rank_that_saved_before_it_had_a_group_is_told_so(launcher: Any) -> None:
+    finished = launcher.run(STARTED_BY_THE_SCRIPT, "save", ranks=1)
+    assert "0 this process has saved checkpoints as the only rank, and is one of 2 now" in finished.output
+
+
+def test_flush_of_a_tag_can_be_called_by_ranks_that_have_not_saved_it(launcher: Any) -> None:
+    finished = launcher.run(
+        NEBULA
+        + """
+dist.init_process_group("gloo")
+nm.init(persistent_time_interval=0)
+dist.barrier()
+if rank == 0:
+    nm.Checkpoint("global_step1", 1).save("x", 1)
+assert nm.flush_persistence("global_step1")
+dist.barrier()
+""",
+        ranks=2,
+    )
+    assert finished.code == 0, finished.output[-3000:]
+    assert ranks_by_step(launcher) == {1: [0]}
+
+
+# DeepSpeed up to 0.19.6 as far as Nebula's module knows it; each rank has a disk of its own.
+OLD_DEEPSPEED = (
+    NEBULA
+    + """
+import types
+module = types.ModuleType("deepspeed.runtime.engine")
+class NebulaCheckpointEngine: pass
+class DeepSpeedEngine:
+    checkpoint_engine = NebulaCheckpointEngine()
+    def load_checkpoint(self, load_dir, tag=None):
+        return tag
+module.DeepSpeedEngine = DeepSpeedEngine
+sys.modules["deepspeed.runtime.engine"] = module
+from stepfast.nebula import deepspeedmodule as torch_nebula
+dist.init_process_group("gloo")
+torch_nebula.init(persistent_time_interval=0)
+c = torch_nebula.Checkpoint("global_step1"); c.save("x", rank); c.commit()
+dist.barrier()
+folder = f"node{rank}"
+os.makedirs(folder, exist_ok=True)
+if rank == 0:
+    open(f"{folder}/latest", "w").write("global_step1")  # DeepSpeed's rank 0 writes it
+print("LOADS", DeepSpeedEngine().load_checkpoint(folder), os.path.exists(f"{folder}/global_step1/x"), flush=True)
+dist.barrier()
+"""
+)
+
+
+def test_node_whose_disk_is_empty_does_not_wait_for_those_whose_is_not(launcher: Any) -> None:
+    finished = launcher.run(OLD_DEEPSPEED, ranks=2, timeout_seconds=120)
+    assert finished.code == 0, finished.output[-3000:]
+    assert finished.output.count("LOADS global_step1 True") == 2, finished.output[-3000:]

@@ -50,7 +50,8 @@ class Checkpoint:
     """Named objects under a tag: to be saved, or as they were saved.
 
     num_of_files: how many objects this process saves, after the last of which it commits by itself; -2: nobody knows,
-    and `commit` says so (or, if nobody calls it, the next checkpoint, a look at the latest, or the end of the script).
+    and `commit` says so (or, if the script never calls it, a look at the latest, the end of a script that did not fail,
+    or the next checkpoint, once this object is gone).
     """
 
     def __init__(self, tag: str = "", num_of_files: int = UNKNOWN_NUMBER) -> None:
@@ -59,7 +60,6 @@ class Checkpoint:
         self.tag = tag
         self._num_of_files = num_of_files
         self._opened: OpenTag | None = None
-        self._has_failed = False
         self._found: CommittedStep | None = None
         self._persist_path: str | None = None
 
@@ -72,15 +72,19 @@ class Checkpoint:
     def save(self, name: str, obj: Any) -> None:
         """Takes a copy of the object, in memory: training may go on with it."""
         if self._opened is None:
-            commit = self._commit_late if self._num_of_files == UNKNOWN_NUMBER else None
-            self._opened = engine.open_tag(self.tag, commit)
+            self._opened = engine.open_tag(self.tag)
+            if self._num_of_files == UNKNOWN_NUMBER:
+                engine.pending().add(self._opened, self)
+        is_last = len({*self._opened.names, name}) == self._num_of_files
         try:
-            self._opened.put(name, obj)
+            # What is committed at once is read before training goes on: it needs no copy in between.
+            self._opened.put(name, obj, copy=not is_last)
         except BaseException:
-            self._has_failed = True
+            engine.pending().drop(self._opened)
             raise
-        if len(self._opened.names) == self._num_of_files:
-            self.commit()
+        if is_last:
+            self._opened.commit()
+            engine.pending().committed(self._opened)
 
     def commit(self) -> bool:
         """All objects are saved: the checkpoint is persisted from now on. False when memory is exhausted and the job
@@ -88,12 +92,11 @@ class Checkpoint:
         """
         if self._opened is None and engine.commits_empty():
             self._opened = engine.open_tag(self.tag)
-        return self._opened is None or self._opened.commit().saved
-
-    def _commit_late(self) -> None:
-        """Nobody has said that these were all objects: they were, unless one could not be saved."""
-        if not self._has_failed:
-            self.commit()
+        if self._opened is None:
+            return True
+        saved = self._opened.commit().saved
+        engine.pending().committed(self._opened, is_said=True)
+        return saved
 
     def load(self, name: str, map_location: MapLocation = None) -> Any:
         """The object of that name: as this rank saved it, or else the first rank that has. Raises CheckpointNotFound,
@@ -149,14 +152,16 @@ def get_latest_checkpoint_path(checkpoint_name: str, persisted_storage_path: str
 
 
 def flush_persistence(tag: str | None = None) -> bool:
-    """Waits until this rank's newest checkpoint, or the newest of that tag, is persisted. Raises StorageUnavailable."""
+    """Waits until this rank's newest checkpoint, or its newest of that tag, is persisted; a rank of several that has
+    saved none has nothing to wait for. Raises StorageUnavailable.
+    """
     engine.commit_pending()
     engine.checkpoints().flush(tag)
     return True
 
 
 def _shutdown() -> None:
-    """Waits until all is persisted, and ends; what is called next begins anew."""
+    """Waits until all is persisted, and ends; what is saved next goes on with the same run."""
     engine.shut_down()
 
 

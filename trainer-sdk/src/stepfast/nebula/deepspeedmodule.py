@@ -34,7 +34,7 @@ def init(
 
 def _find_without_a_disk() -> None:
     """DeepSpeed reads which checkpoint is the latest from a file beside it. Where the job has moved to another node
-    there is none: then it is the job's latest.
+    there is none: then it is the job's latest, for all ranks. Every rank calls `load_checkpoint`, as DeepSpeed asks.
     """
     module: Any = sys.modules.get("deepspeed.runtime.engine")
     if module is None or hasattr(module.DeepSpeedEngine.load_checkpoint, "__wrapped__"):
@@ -44,9 +44,11 @@ def _find_without_a_disk() -> None:
     @functools.wraps(theirs)
     def load_checkpoint(self: Any, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         is_ours = type(self.checkpoint_engine).__name__ == "NebulaCheckpointEngine"
-        if is_ours and tag is None and not os.path.isfile(os.path.join(load_dir, "latest")):
+        if is_ours and tag is None:
+            # One rank's disk may have the file and another's not: all of them decide alike.
             checkpoints = engine.checkpoints()
-            found = checkpoints.latest()
+            has_file = checkpoints.is_so_for_all(os.path.isfile(os.path.join(load_dir, "latest")))
+            found = None if has_file else checkpoints.latest()
             if found is not None:
                 tag = found.tag or f"global_step{found.step}"
                 leave_names(checkpoints, found.step, os.path.join(load_dir, tag))

@@ -27,6 +27,7 @@ from stepfast.torch.gang import Gang
 log = logging.getLogger("stepfast")
 
 _POLL_SECONDS = 0.02
+_BACK = "back"  # of a rank that had left: it has begun again
 _LAST_SECONDS = 10.0  # at the end: how long ranks are waited for that have not answered
 
 
@@ -53,7 +54,10 @@ class _Asked:
 class Attendance:
     """One rank's questions and answers. `on_sharers(step, ranks)` is called, in a thread, for each step it commits."""
 
-    def __init__(self, gang: Gang, on_sharers: Callable[[int, RankSet], None]) -> None:
+    def __init__(
+        self, gang: Gang, on_sharers: Callable[[int, RankSet], None], before: Attendance | None = None
+    ) -> None:
+        """`before`: this rank's, in this run, that was closed."""
         self._gang, self._on_sharers = gang, on_sharers
         self._opened: dict[tuple[str, int], int] = {}  # the number of each opening
         self._refused: set[tuple[str, int]] = set()
@@ -64,6 +68,12 @@ class Attendance:
         self._awaited: dict[int, int] = {}  # by number, the step that was committed here
         self._lock = threading.Lock()
         self._ending = threading.Event()
+        if before is not None:
+            # What it has said stays said: nothing is answered twice, nor otherwise.
+            self._opened, self._refused, self._newest = before._opened, before._refused, before._newest
+            self._next_index, self._questions = before._next_index, before._questions
+            self._awaited = before._awaited
+            gang.tell(f"tags/left/{gang.rank}", _BACK)
         gang.tell(f"tags/present/{gang.rank}", "")
         self._thread = threading.Thread(target=self._work, name="stepfast-attendance", daemon=True)
         self._thread.start()
@@ -171,7 +181,7 @@ class Attendance:
 
     def _is_absent(self, rank: int, asked: _Asked) -> bool:
         """Whether the rank cannot answer: it has ended, or never came while this one went on to its next tag."""
-        if self._gang.hear([f"tags/left/{rank}"]) is not None:
+        if self._gang.hear([f"tags/left/{rank}"]) not in (None, [_BACK]):
             return True
         return asked.is_overdue and self._gang.hear([f"tags/present/{rank}"]) is None
 

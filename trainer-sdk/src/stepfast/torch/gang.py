@@ -177,6 +177,16 @@ class StoreGang:
         return [RankReport.from_json(value) for value in self._store.multi_get(keys)]
 
 
+def grouped_world_size() -> int:
+    """How many ranks torch.distributed's default group has; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def has_others() -> bool:
+    """Whether this process is known to be one rank of several. It may turn out to be later."""
+    return grouped_world_size() > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def find_gang(scope: str) -> Gang:
     """This process's gang: torch.distributed's default group, or torchrun's own store, or nobody else.
 

@@ -29,6 +29,7 @@ from stepfast.tags import Opening, TagBook, TaggedStep, open_tag
 from stepfast.torch.attendance import Attendance
 from stepfast.torch.claims import claim, give_up
 from stepfast.torch.copying import MapLocation, copied
+from stepfast.torch.gang import Gang
 from stepfast.torch.join import join_agent, join_gang
 from stepfast.torch.overlap import Overlap
 from stepfast.torch.planner import Planner
@@ -36,7 +37,7 @@ from stepfast.torch.saver import Save
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source
 from stepfast.torch.state import Json
 from stepfast.torch.stopping import Stopping, wait_to_be_stopped
-from stepfast.torch.taggedsteps import FILE_NAME, TaggedSteps
+from stepfast.torch.taggedsteps import FILE_NAME, TaggedSteps, newest_of
 from stepfast.torch.writer import Saved, Writer
 
 log = logging.getLogger("stepfast")
@@ -120,18 +121,19 @@ class TaggedCheckpoints:
 
     weights_only: True refuses to read objects that only travel pickled, since to read those runs their code.
     persist_all: every step is persisted, however slow the storage: saves wait for memory rather than overtake.
+    before: closed ones of this process and job, whose run these go on with.
     """
 
     def __init__(
         self, *, sharing: Sharing, environment: Environment | None = None, storage_uri: str | None = None,
-        weights_only: bool = False, persist_all: bool = False,
+        weights_only: bool = False, persist_all: bool = False, before: TaggedCheckpoints | None = None,
     ) -> None:  # fmt: skip
         self._closed = False
         self._sharing, self._weights_only, self._persist_all = sharing, weights_only, persist_all
         environment = environment if environment is not None else read_environment()
         if storage_uri is not None:
             environment = replace(environment, storage_uri=absolute_storage_uri(storage_uri))
-        self._gang, self._environment = join_gang(environment)
+        self._gang, self._environment = join_gang(environment) if before is None else before._rejoined(environment)
         self._run_key = claim(self._environment, self)
         self._link = join_agent(self._environment, self._gang, with_all=sharing is Sharing.EVERY_RANK)
         self._writer = Writer(self._link, self._environment, FILE_NAME, Overlap(None, []))
@@ -143,9 +145,10 @@ class TaggedCheckpoints:
         self._stopping = Stopping(self._gang, self._link)
         self._named = _Named()
         self._planner = Planner(self._named, self._environment, weights_only=weights_only)
-        self._opened: Counter[str] = Counter()
-        self._asked = 0
-        self._has_progressed = False  # what is read from then on is not what training goes on from
+        self._opened: Counter[str] = before._opened if before is not None else Counter()
+        self._asked: int = before._asked if before is not None else 0
+        # What is read from then on is not what training goes on from.
+        self._has_progressed: bool = before is not None and before._has_progressed
         self._newest: Saved | None = None
         self._saves: dict[str, Saved] = {}  # the newest of each tag
         self._steps = TaggedSteps(
@@ -153,7 +156,8 @@ class TaggedCheckpoints:
             weights_only=weights_only,
         )  # fmt: skip
         is_open = sharing is Sharing.WHOEVER_OPENS and self._environment.world_size > 1
-        self._attendance = Attendance(self._gang, self._told_sharers) if is_open else None
+        known: Attendance | None = before._attendance if before is not None else None
+        self._attendance: Attendance | None = Attendance(self._gang, self._told_sharers, known) if is_open else None
         atexit.register(self._at_exit)
 
     @property
@@ -206,6 +210,35 @@ class TaggedCheckpoints:
         wait_to_be_stopped(self._link, self._writer, step)
 
     # ------------------------------------------------------------ saving
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether this rank has opened a tag in this run."""
+        return bool(self._opened)
+
+    @property
+    def begins_after(self) -> int | None:
+        """The newest step that was read before the run's first was opened; None: none was."""
+        known = self._gang.hear([_BRANCH])
+        return int(known[0]) if known else None
+
+    def go_on_from(self, step: int | None) -> None:
+        """The step was read by this rank, if not through these."""
+        if step is not None and not self._has_opened():
+            self._gang.update(_BRANCH, lambda known: str(max(step, int(known or _SCRATCH))))
+
+    def persist_every(self, seconds: float) -> None:
+        """From now on a step is persisted once that time has passed since the last. Every rank says it."""
+        self._environment = replace(self._environment, persist_interval_seconds=seconds)
+
+    def _rejoined(self, environment: Environment) -> tuple[Gang, Environment]:
+        """The gang and the run of these, which are closed, and the environment as they know it."""
+        known = self._environment
+        return self._gang, replace(
+            environment, run=known.run, is_run_unique=known.is_run_unique, rank=known.rank,
+            world_size=known.world_size, local_rank=known.local_rank, local_world_size=known.local_world_size,
+            node=known.node,
+        )  # fmt: skip
 
     def persist_all(self) -> None:
         """From now on every step is persisted, as if it had been said at the beginning. Every rank says it."""
@@ -270,10 +303,13 @@ class TaggedCheckpoints:
         return saved
 
     def flush(self, tag: str | None = None) -> None:
-        """Waits until this rank's newest step, or its newest of that tag, is persisted and committed. Raises
-        StorageUnavailable, CheckpointNotFound (dropped, or never saved).
+        """Waits until this rank's newest step, or its newest of that tag, is persisted and committed. One of several
+        ranks that has not saved the tag has nothing to wait for. Raises StorageUnavailable, CheckpointNotFound
+        (dropped, or, of a rank that is alone, never saved).
         """
         if tag is not None and tag not in self._saves:
+            if self._environment.world_size > 1 or tag in self._opened:
+                return
             raise CheckpointNotFound(f"rank {self._environment.rank} has saved no {tag!r}")
         saved = self._newest if tag is None else self._saves[tag]
         if saved is not None and saved.saved:
@@ -346,7 +382,7 @@ class TaggedCheckpoints:
 
     def find(self, tag: str) -> CommittedStep | None:
         """The newest committed step of that tag. Raises StorageError."""
-        return next((found for found in reversed(self.steps()) if found.tag == tag), None)
+        return newest_of(tag, self.steps())
 
     def names(self, step: int) -> list[str]:
         """What this rank saved in the step, or, when it saved nothing, the first rank that did."""
@@ -366,6 +402,11 @@ class TaggedCheckpoints:
         self._asked += 1
         told = self._gang.exchange(f"tags/names/{self._asked}", json.dumps(sorted(own)))
         return sorted({name for names in told for name in json.loads(names)})
+
+    def is_so_for_all(self, is_so: bool) -> bool:
+        """Whether every rank says so. Every rank calls it."""
+        self._asked += 1
+        return all(json.loads(text) for text in self._gang.exchange(f"tags/names/{self._asked}", json.dumps(is_so)))
 
     def load(self, step: int, name: str, map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
         """The object of that name as this rank saved it, or, when it did not, the first rank that has.
@@ -387,7 +428,7 @@ class TaggedCheckpoints:
             yield steps
         if self._has_opened():
             return  # what training has gone on from stays as it is
-        self._gang.update(_BRANCH, lambda known: str(max(step, int(known or _SCRATCH))))
+        self.go_on_from(step)
         if self._link is not None and not self._has_progressed:
             seconds = time.perf_counter() - began
             self._link.tell(Restored(step=step, tier=str(self._steps.tier), time=time.time(), seconds=seconds))

@@ -9,11 +9,18 @@ import torch
 
 from stepfast.errors import CheckpointNotFound
 from stepfast.step import Tier
+from stepfast.tags import number_in
 from stepfast.torch.copying import MapLocation, device_of
 from stepfast.torch.reader import StepReader, reading_threads
 from stepfast.torch.sources import CommittedStep, Source, committed_steps
 
 FILE_NAME = "state"  # of the file that a rank's objects are in
+
+
+def newest_of(tag: str, steps: Sequence[CommittedStep]) -> CommittedStep | None:
+    """The newest of the steps, oldest first, that has the tag: one that was saved without any goes by its number."""
+    tagged = next((found for found in reversed(steps) if found.tag == tag), None)
+    return tagged or next((found for found in reversed(steps) if not found.tag and found.step == number_in(tag)), None)
 
 
 class TaggedSteps:
@@ -31,7 +38,10 @@ class TaggedSteps:
 
     def steps(self) -> list[CommittedStep]:
         """The steps whose manifest is whole, oldest first. Raises StorageError."""
-        return committed_steps(self._source)
+        found = committed_steps(self._source)
+        if self._reader is not None and not any(_is_of(self._reader, step) for step in found):
+            self.close()  # it is gone, or another run has saved it anew
+        return found
 
     def latest(self) -> CommittedStep | None:
         """The newest step. Raises StorageError."""
@@ -39,7 +49,7 @@ class TaggedSteps:
 
     def find(self, tag: str) -> CommittedStep | None:
         """The newest step of that tag. Raises StorageError."""
-        return next((found for found in reversed(self.steps()) if found.tag == tag), None)
+        return newest_of(tag, self.steps())
 
     def names(self, step: int) -> list[str]:
         """What this rank saved in the step, or, when it saved nothing, the first rank that did."""
@@ -99,3 +109,10 @@ class TaggedSteps:
             self.close()
             self._reader = StepReader(self._source, step, name=FILE_NAME, threads=self._threads)
         return self._reader
+
+
+def _is_of(reader: StepReader, found: CommittedStep) -> bool:
+    manifest = reader.manifest
+    return (found.step, found.saved_time, found.committed_time) == (
+        reader.step, manifest.saved_time, manifest.committed_time,
+    )  # fmt: skip
