@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -205,9 +206,7 @@ def test_damaged_step_is_named_and_set_aside_for_the_next_attempt(make_direct: M
         save(first, f"global_step{step}", x=torch.ones(100_000))
     first.close()
     (path,) = data_files(bench.step_folder(2))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    damage(bench.step_folder(2))
     second = make_direct()
     with pytest.raises(CheckpointDamaged, match=path.name) as caught:
         second.load(2, "x")
@@ -218,6 +217,51 @@ def test_damaged_step_is_named_and_set_aside_for_the_next_attempt(make_direct: M
     store = open_store(bench.storage.as_uri())
     assert [found.step for found in catalog.superseded_steps(store, job_folder(bench.job))] == [2]
     store.close()
+
+
+def damage(folder: Path) -> None:
+    """The last byte of the step's only file is not what it was."""
+    (path,) = data_files(folder)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_old_step_is_set_aside_alone(make: Make, any_bench: Any, tmp_path: Path) -> None:
+    first = make()
+    save(first, "best", x=torch.ones(100_000))
+    for step in (10, 20, 30):
+        save(first, f"global_step{step}", x=torch.ones(100_000))
+    first.close()
+    whole = tmp_path / "whole"
+    shutil.copytree(any_bench.step_folder(0), whole)
+    for path in any_bench.step_folder(0).glob("part-*"):
+        path.write_bytes(b"{}")  # which no memory tier holds
+    second = make()
+    assert second.load(30, "x").sum() == 100_000  # training goes on from 30
+    best = second.find("best")
+    assert best is not None
+    with pytest.raises(CheckpointDamaged):
+        second.load(best.step, "x")  # only to compare
+    assert [found.step for found in make().steps()] == [10, 20, 30]
+    store = open_store(any_bench.storage.as_uri())
+    folder = job_folder(any_bench.job)
+    (marked,) = catalog.superseded_steps(store, folder)
+    for path in whole.glob("part-*"):
+        shutil.copy(path, any_bench.step_folder(0))
+    catalog.reinstate(store, folder, marked.step, marked.run)
+    store.close()
+    assert [found.step for found in make().steps()] == [0, 10, 20, 30]
+
+
+def test_damaged_step_of_the_run_itself_is_not_found_again(make_direct: Make, bench: Any) -> None:
+    checkpoints = make_direct()
+    for step in (1, 2, 3):
+        save(checkpoints, f"global_step{step}", x=torch.ones(100_000))
+    damage(bench.step_folder(2))
+    with pytest.raises(CheckpointDamaged):
+        checkpoints.load(2, "x")
+    assert [found.step for found in checkpoints.steps()] == [1, 3]
 
 
 class Custom:

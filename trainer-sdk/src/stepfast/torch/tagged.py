@@ -379,8 +379,8 @@ class TaggedCheckpoints:
     def reading(self, step: int) -> Iterator[TaggedSteps]:
         """While all that a rank goes on with is read out of the step.
 
-        A step that turns out to be damaged is marked superseded with all newer ones, so that the next attempt begins
-        with an older one.
+        A step that turns out to be damaged is marked superseded, it alone: where it is the newest, the next attempt
+        begins with an older one.
         """
         began = time.perf_counter()
         with self._setting_aside(step) as steps:
@@ -415,7 +415,7 @@ class TaggedCheckpoints:
         self._steps.close()
         older = max((found.step for found in self._steps.steps() if found.step < error.step), default=None)
         try:
-            self._source.supersede_after(older if older is not None else _SCRATCH)
+            self._source.set_aside(error.step)
         except (StorageError, AgentError) as failure:
             log.error("stepfast: damaged step %s could not be set aside: %s", error.step, failure)
         return CheckpointDamaged(error.path, error.step, error.reason, older)
