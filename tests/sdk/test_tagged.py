@@ -264,6 +264,78 @@ def test_damaged_step_of_the_run_itself_is_not_found_again(make_direct: Make, be
     assert [found.step for found in checkpoints.steps()] == [1, 3]
 
 
+def test_step_that_is_set_aside_after_the_ranks_agreed_on_it_is_followed_by_the_next_older_one(
+    make_direct: Make, bench: Any
+) -> None:
+    first = make_direct()
+    for step in (1, 2):
+        save(first, f"global_step{step}", x=torch.ones(100_000))
+    damage(bench.step_folder(2))
+    second = make_direct()
+    assert second.latest() is not None
+    with pytest.raises(CheckpointDamaged):
+        second.load(2, "x")
+    latest = second.latest()
+    assert latest is not None
+    assert latest.step == 1
+    damage(bench.step_folder(1))
+    with pytest.raises(CheckpointDamaged):
+        second.load(1, "x")
+    with pytest.raises(CheckpointNotFound, match="no older one"):
+        second.latest()
+
+
+AFTER_DAMAGE = """
+import sys, torch, torch.distributed as dist
+from stepfast.errors import CheckpointDamaged, GangError
+from stepfast.torch.tagged import Sharing, TaggedCheckpoints
+dist.init_process_group("gloo")
+rank, has_read = dist.get_rank(), sys.argv[1] == "read"
+checkpoints = TaggedCheckpoints(sharing=Sharing.EVERY_RANK)
+if rank == 0 or has_read:
+    assert checkpoints.latest().step == 2
+if rank == 1 and has_read:
+    checkpoints.load(2, "x")
+dist.barrier()
+if rank == 0:
+    with open(sys.argv[2], "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\\1")
+    try:
+        checkpoints.load(2, "x")
+    except CheckpointDamaged as error:
+        print("DAMAGED", error.step, flush=True)
+dist.barrier()
+if rank == 1 - has_read:
+    try:
+        print("LATEST", checkpoints.latest().step, flush=True)
+    except GangError as error:
+        print("NOT", error, flush=True)
+dist.barrier()
+print("FROM", checkpoints.latest().step if not has_read else "", flush=True)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("who", ["nobody", "read"])
+def test_ranks_never_go_on_from_different_steps_when_one_of_them_sets_a_step_aside(
+    launcher: Any, make_direct: Make, who: str
+) -> None:
+    first = make_direct()
+    for step in (1, 2):
+        save(first, f"global_step{step}", x=torch.ones(100_000))
+    first.close()
+    (path,) = data_files(launcher.bench.step_folder(2))
+    finished = launcher.run(AFTER_DAMAGE, who, str(path), ranks=2)
+    assert finished.code == 0, finished.output
+    assert "DAMAGED 2" in finished.output
+    if who == "nobody":
+        assert "LATEST 1" in finished.output, finished.output
+        assert finished.output.count("FROM 1") == 2, finished.output
+    else:
+        assert "NOT step 2 is gone, and a rank goes on from it" in finished.output, finished.output
+
+
 class Custom:
     """Travels pickled."""
 

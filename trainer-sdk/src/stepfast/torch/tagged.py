@@ -20,7 +20,7 @@ from typing import Any
 
 from stepfast.admission import RankReport
 from stepfast.environment import Environment, absolute_storage_uri, read_environment
-from stepfast.errors import AgentError, CheckpointDamaged, CheckpointNotFound, StorageError
+from stepfast.errors import AgentError, CheckpointDamaged, CheckpointNotFound, GangError, StorageError
 from stepfast.layout import job_folder
 from stepfast.messages import Restored, Skipped
 from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
@@ -41,8 +41,9 @@ from stepfast.torch.writer import Saved, Writer
 
 log = logging.getLogger("stepfast")
 
-_BOOK, _BRANCH = "tags", "tags/from"  # topics of the gang
+_BOOK, _BRANCH, _RESUME = "tags", "tags/from", "tags/resume"  # topics of the gang
 _SCRATCH = -1
+_LISTING_SECONDS = 2.0  # how long a storage may take to list on one machine what it lists on another
 
 
 class Sharing(StrEnum):
@@ -145,6 +146,7 @@ class TaggedCheckpoints:
         self._planner = Planner(self._named, self._environment, weights_only=weights_only)
         self._opened: Counter[str] = Counter()
         self._asked = 0
+        self._given: int | None = None  # the step to go on from, as this rank was told
         self._has_progressed = False  # what is read from then on is not what training goes on from
         self._newest: Saved | None = None
         self._saves: dict[str, Saved] = {}  # the newest of each tag
@@ -316,8 +318,7 @@ class TaggedCheckpoints:
     def _leave_newer_steps(self, branch_step: int | None) -> int:
         """Before the run's first step: what other runs committed above the one that it goes on from is superseded."""
         if branch_step is None:
-            known = self._gang.hear([_BRANCH])
-            branch_step = int(known[0]) if known else _SCRATCH
+            branch_step = self._read_step()
         superseded = self._source.supersede_after(branch_step)
         if superseded:
             since = "its beginning: nothing was loaded" if branch_step == _SCRATCH else f"step {branch_step}"
@@ -333,7 +334,8 @@ class TaggedCheckpoints:
 
     def latest(self) -> CommittedStep | None:
         """The step to go on from: the newest of this run; before its first, the one that the launcher named, or else
-        the newest that is committed, the same on all ranks. Raises StorageError.
+        the newest that is committed, the same on all ranks. Raises StorageError, and CheckpointNotFound or GangError
+        when that one is gone and no other can take its place: never None then, which means from scratch.
         """
         steps = self.steps()
         if self._has_opened():
@@ -341,8 +343,34 @@ class TaggedCheckpoints:
         named = self._environment.resume_step
         # Whoever launched us says 0 for "from scratch"; a step 0 may have been saved nevertheless.
         mine = max((found.step for found in steps if named is None or found.step <= named), default=_SCRATCH)
-        agreed = int(self._gang.update("tags/resume", lambda known: known or str(mine)))
-        return next((found for found in steps if found.step == agreed), None)
+        agreed = int(self._gang.update(_RESUME, lambda known: known or str(mine)))
+        deadline = time.monotonic() + _LISTING_SECONDS
+        while agreed != _SCRATCH:
+            found = next((found for found in steps if found.step == agreed), None)
+            if found is not None:
+                self._given = agreed
+                return found
+            if time.monotonic() > deadline:
+                agreed = self._agree_on_older(agreed, steps)
+            time.sleep(0.1)
+            steps = self._steps.steps()
+        return None
+
+    def _agree_on_older(self, gone: int, steps: Sequence[CommittedStep]) -> int:
+        """Another step for the whole gang instead of one that a rank has set aside, or somebody removed."""
+        older = max((found.step for found in steps if found.step < gone), default=None)
+        if older is None:
+            raise CheckpointNotFound(f"step {gone}, to go on from, is gone, and there is no older one")
+        agreed = int(self._gang.update(_RESUME, lambda known: str(older) if known == str(gone) else known))
+        # Who has read the step looks at the agreement after saying so, and we the other way round: one of us sees it.
+        if self._gang.world_size > 1 and self._read_step() >= gone:
+            raise GangError(f"step {gone} is gone, and a rank goes on from it: start again, from step {older}")
+        return agreed
+
+    def _read_step(self) -> int:
+        """The newest step that a rank has read, to go on from it."""
+        known = self._gang.hear([_BRANCH])
+        return int(known[0]) if known else _SCRATCH
 
     def find(self, tag: str) -> CommittedStep | None:
         """The newest committed step of that tag. Raises StorageError."""
@@ -388,6 +416,8 @@ class TaggedCheckpoints:
         if self._has_opened():
             return  # what training has gone on from stays as it is
         self._gang.update(_BRANCH, lambda known: str(max(step, int(known or _SCRATCH))))
+        if step == self._given and (self._gang.hear([_RESUME]) or [str(step)])[0] != str(step):
+            raise GangError(f"step {step} was set aside while rank {self._environment.rank} read it: start again")
         if self._link is not None and not self._has_progressed:
             seconds = time.perf_counter() - began
             self._link.tell(Restored(step=step, tier=str(self._steps.tier), time=time.time(), seconds=seconds))
