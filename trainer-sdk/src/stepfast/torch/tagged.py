@@ -20,7 +20,14 @@ from typing import Any
 
 from stepfast.admission import RankReport
 from stepfast.environment import Environment, absolute_storage_uri, read_environment
-from stepfast.errors import AgentError, CheckpointDamaged, CheckpointNotFound, GangError, StorageError
+from stepfast.errors import (
+    AgentError,
+    CheckpointDamaged,
+    CheckpointNotFound,
+    GangError,
+    StorageError,
+    StorageUnavailable,
+)
 from stepfast.layout import job_folder
 from stepfast.messages import Restored, Skipped
 from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
@@ -33,6 +40,7 @@ from stepfast.torch.join import join_agent, join_gang
 from stepfast.torch.overlap import Overlap
 from stepfast.torch.planner import Planner
 from stepfast.torch.saver import Save
+from stepfast.torch.settlement import BOOK, Settlement, read_book
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source
 from stepfast.torch.state import Json
 from stepfast.torch.stopping import Stopping, wait_to_be_stopped
@@ -41,7 +49,7 @@ from stepfast.torch.writer import Saved, Writer
 
 log = logging.getLogger("stepfast")
 
-_BOOK, _BRANCH, _RESUME = "tags", "tags/from", "tags/resume"  # topics of the gang
+_BRANCH, _RESUME = "tags/from", "tags/resume"  # topics of the gang
 _SCRATCH = -1
 _LISTING_SECONDS = 2.0  # how long a storage may take to list on one machine what it lists on another
 
@@ -142,6 +150,7 @@ class TaggedCheckpoints:
             else DirectSource(self._writer.store, job_folder(self._environment.job), run=self._environment.run)
         )
         self._stopping = Stopping(self._gang, self._link)
+        self._settlement = Settlement(self._gang, self._source, self._link, run=self._environment.run)
         self._named = _Named()
         self._planner = Planner(self._named, self._environment, weights_only=weights_only)
         self._opened: Counter[str] = Counter()
@@ -237,7 +246,7 @@ class TaggedCheckpoints:
                 persist_interval_seconds=0 if self._persist_all else self._environment.persist_interval_seconds,
             ).to_json()  # fmt: skip
 
-        agreed = TagBook.from_json(self._gang.update(_BOOK, change)).find(tag, occurrence)
+        agreed = TagBook.from_json(self._gang.update(BOOK, change)).find(tag, occurrence)
         if agreed is None:
             raise AssertionError(f"tag {tag!r} is not in the book that rank {rank} put it into")
         if self._attendance is not None:
@@ -328,8 +337,10 @@ class TaggedCheckpoints:
     # ------------------------------------------------------------ reading
 
     def steps(self) -> list[CommittedStep]:
-        """The committed steps that can be read, oldest first; waits for this rank's own newest. Raises StorageError."""
-        self.flush()
+        """The committed steps that can be read, oldest first; waits for the newest that was saved before this call, by
+        this rank, or by others before a collective operation that this one has begun. Raises StorageError.
+        """
+        self._settle_newest()
         return self._steps.steps()
 
     def latest(self) -> CommittedStep | None:
@@ -373,8 +384,9 @@ class TaggedCheckpoints:
         return int(known[0]) if known else _SCRATCH
 
     def find(self, tag: str) -> CommittedStep | None:
-        """The newest committed step of that tag. Raises StorageError."""
-        return next((found for found in reversed(self.steps()) if found.tag == tag), None)
+        """The newest committed step of that tag; waits as `steps` does, for that tag's. Raises StorageError."""
+        self._settle_newest(tag)
+        return next((found for found in reversed(self._steps.steps()) if found.tag == tag), None)
 
     def names(self, step: int) -> list[str]:
         """What this rank saved in the step, or, when it saved nothing, the first rank that did."""
@@ -436,9 +448,38 @@ class TaggedCheckpoints:
             if saved.step == step:
                 saved.wait(Tier.PERSISTENT)
 
+    def _settle_newest(self, tag: str | None = None) -> None:
+        """The newest step that ranks have saved, of that tag, is committed; or, where it never will be, the one before.
+
+        Every rank looks into the same book: after the same saves they all find the same step.
+        """
+        for agreed in reversed(read_book(self._gang).steps):
+            if agreed.save and tag in (None, agreed.tag) and self._is_committed(agreed):
+                return
+
+    def _is_committed(self, agreed: TaggedStep) -> bool:
+        """Waits until it is known; False for what is not saved yet."""
+        if self._opened[agreed.tag] >= agreed.occurrence:
+            own = self._saves.get(agreed.tag)
+            return own is not None and own.step == agreed.step and self._is_own_committed(agreed.tag, own)
+        # A step that this rank may still share in is nothing that it could wait for.
+        is_past = self._attendance is not None and self._attendance.is_past(agreed)
+        return is_past and self._settlement.is_committed(agreed)
+
+    def _is_own_committed(self, tag: str, saved: Saved) -> bool:
+        try:
+            self.flush(tag)
+        except CheckpointNotFound:  # dropped for a newer one, or given up
+            return False
+        except StorageUnavailable:
+            if not self._writer.has_failed(saved.step):
+                raise
+            return False
+        return saved.saved
+
     def _has_opened(self) -> bool:
         """Whether the run has opened a tag."""
-        return self._gang.hear([_BOOK]) is not None
+        return self._gang.hear([BOOK]) is not None
 
     def _set_aside(self, error: CheckpointDamaged) -> CheckpointDamaged:
         """The error, with the step that can be read instead; what is damaged is not found again."""
