@@ -154,6 +154,21 @@ def test_steps_are_found_by_tag_by_number_and_by_themselves(make: Make) -> None:
     assert state["at"] == 1
 
 
+@pytest.mark.parametrize("first", ["global_step1", "global_step9"], ids=["one-that-is-there", "one-that-is-not"])
+def test_a_reader_without_a_name_takes_the_step_to_go_on_from_whatever_it_read_before(make: Make, first: str) -> None:
+    checkpoints = make()
+    for step in (1, 2, 3):
+        save(checkpoints, {"at": torch.tensor(step)}, f"global_step{step}")
+    reader, state = StepfastStorageReader(checkpoints), {"at": torch.tensor(0)}
+    try:
+        dcp.load(state, checkpoint_id=first, storage_reader=reader)
+    except CheckpointException:
+        assert first == "global_step9"
+    assert state["at"] == (1 if first == "global_step1" else 0)
+    dcp.load(state, storage_reader=reader)
+    assert state["at"] == 3
+
+
 def test_what_is_not_there_is_said(make: Make) -> None:
     checkpoints = make()
     with pytest.raises(CheckpointException) as error:
