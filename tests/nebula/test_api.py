@@ -91,6 +91,15 @@ def test_checkpoint_that_nobody_commits_is_committed_by_what_comes_after_it(what
     assert found is not None
 
 
+def test_first_save_survives_a_storage_that_is_away(storage: Path) -> None:
+    storage.symlink_to(storage)  # nothing can be listed or written there
+    nm.Checkpoint("global_step1", 1).save("model", 1)
+    nm.Checkpoint("global_step2", 1).save("model", 2)
+    storage.unlink()
+    nm.Checkpoint("global_step3", 1).save("model", 3)
+    assert tags() == ["global_step3"]
+
+
 def test_older_checkpoints_are_listed_while_the_newest_could_not_be_persisted(storage: Path) -> None:
     nm.Checkpoint("global_step1", 1).save("model", 1)
     nm.flush_persistence()

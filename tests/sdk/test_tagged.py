@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from stepfast import catalog
-from stepfast.errors import CheckpointDamaged, CheckpointerOpen, CheckpointNotFound, CheckpointUnsafe
+from stepfast.errors import CheckpointDamaged, CheckpointerOpen, CheckpointNotFound, CheckpointUnsafe, GangError
 from stepfast.layout import job_folder
 from stepfast.step import OnBusy
 from stepfast.storage import open_store
+from stepfast.tags import TagBook
+from stepfast.torch.gang import Alone
 from stepfast.torch.tagged import Sharing, TaggedCheckpoints
 
 Make = Callable[..., TaggedCheckpoints]
@@ -184,6 +186,40 @@ def test_launcher_names_the_step_to_go_on_from(make: Make, named: int | None, fo
         save(first, f"global_step{step}", x=step)
     latest = make(resume_step=named).latest()
     assert (latest.step if latest is not None else None) == found
+
+
+def test_first_save_does_not_wait_for_a_storage_that_is_away(any_bench: Any) -> None:
+    with maker(any_bench) as make:
+        save(make(), "global_step500", x=1)
+        anew = make()
+        aside = any_bench.storage / "aside"
+        any_bench.folder.rename(aside)
+        any_bench.folder.symlink_to(any_bench.folder)  # whatever is to be listed or written there fails
+        opened = anew.open("global_step1")
+        opened.put("x", 2)
+        is_saved = opened.commit().saved
+        any_bench.folder.unlink()
+        aside.rename(any_bench.folder)
+        assert is_saved == (any_bench.socket is not None)
+        assert [step.step for step in anew.steps()] == ([1] if is_saved else [])
+        save(anew, "global_step2", x=3)
+        assert [step.step for step in anew.steps()] == ([1, 2] if is_saved else [2])
+
+
+def test_opening_that_failed_does_not_count(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(Alone, "update", lambda *args: raises(GangError("the store does not answer")))
+        with pytest.raises(GangError):
+            checkpoints.open("last")
+    save(checkpoints, "last", x=1)
+    assert checkpoints.load(0, "x") == 1
+    book = TagBook.from_json((checkpoints._gang.hear(["tags"]) or [""])[0])
+    assert [step.occurrence for step in book.steps] == [1]
+
+
+def raises(error: Exception) -> Any:
+    raise error
 
 
 # ---------------------------------------------------------------- damage and refusals

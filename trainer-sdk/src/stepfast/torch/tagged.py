@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
 from stepfast.step import Tier, is_tag
 from stepfast.tags import Opening, TagBook, TaggedStep, open_tag
 from stepfast.torch.attendance import Attendance
+from stepfast.torch.branch import SCRATCH as _SCRATCH
+from stepfast.torch.branch import Branch
 from stepfast.torch.claims import claim, give_up
 from stepfast.torch.copying import MapLocation, copied
 from stepfast.torch.join import join_agent, join_gang
@@ -50,7 +53,6 @@ from stepfast.torch.writer import Saved, Writer
 log = logging.getLogger("stepfast")
 
 _BRANCH, _RESUME = "tags/from", "tags/resume"  # topics of the gang
-_SCRATCH = -1
 _LISTING_SECONDS = 2.0  # how long a storage may take to list on one machine what it lists on another
 
 
@@ -149,6 +151,11 @@ class TaggedCheckpoints:
             if self._link is not None
             else DirectSource(self._writer.store, job_folder(self._environment.job), run=self._environment.run)
         )
+        # Of a step of every rank the agent of rank 0 leads the commit, of other steps that of a rank that shares in it.
+        self._branch = Branch(
+            self._gang, self._source, self._link, rank=self._environment.rank,
+            leader=0 if sharing is Sharing.EVERY_RANK else None,
+        )  # fmt: skip
         self._stopping = Stopping(self._gang, self._link)
         self._settlement = Settlement(self._gang, self._source, self._link, run=self._environment.run)
         self._named = _Named()
@@ -230,8 +237,9 @@ class TaggedCheckpoints:
         """
         if not is_tag(tag):
             raise ValueError(f"{tag!r} cannot be a tag: give printable text of at most 256 bytes, as global_step500")
-        self._opened[tag] += 1
-        occurrence, rank = self._opened[tag], self._environment.rank
+        occurrence, rank = self._opened[tag] + 1, self._environment.rank
+        branch_step = begins_after if begins_after is not None else self._read_step()
+        may_save = self._branch.leave(branch_step)
 
         def change(text: str) -> str:
             book = TagBook.from_json(text)
@@ -239,14 +247,16 @@ class TaggedCheckpoints:
                 return text
             opening = Opening(
                 tag=tag, occurrence=occurrence, rank=rank, now=time.time(), wanted=step,
-                begins_after=self._leave_newer_steps(begins_after) if book.count == 0 else _SCRATCH,
+                begins_after=branch_step,
             )  # fmt: skip
             return open_tag(
                 book, opening, self._reports(), on_busy=self._environment.on_busy,
                 persist_interval_seconds=0 if self._persist_all else self._environment.persist_interval_seconds,
+                may_save=may_save,
             ).to_json()  # fmt: skip
 
         agreed = TagBook.from_json(self._gang.update(BOOK, change)).find(tag, occurrence)
+        self._opened[tag] = occurrence  # an opening that failed is none
         if agreed is None:
             raise AssertionError(f"tag {tag!r} is not in the book that rank {rank} put it into")
         if self._attendance is not None:
@@ -257,7 +267,8 @@ class TaggedCheckpoints:
         """`OpenTag.commit`'s work; `put_seconds`: what it took to put the objects in."""
         began = time.perf_counter() - put_seconds
         if not agreed.save:
-            log.warning("stepfast: %s is not saved: every slot still waits to be persisted", agreed.tag)
+            why = "every slot still waits to be persisted, or the storage is away at the beginning of the run"
+            log.warning("stepfast: %s is not saved: %s", agreed.tag, why)
             if self._link is not None:
                 self._link.tell(Skipped(step=agreed.step))
             return Saved(self._writer, agreed.step, saved=False, stall_seconds=time.perf_counter() - began)
@@ -291,6 +302,25 @@ class TaggedCheckpoints:
             saved.wait(Tier.PERSISTENT)
 
     def _told_sharers(self, step: int, sharers: RankSet) -> None:
+        if self._branch.is_done:
+            self._share(step, sharers)
+            return
+        # Another node's agent holds nothing back: it does not know of the step's commit before it knows whose it is.
+        threading.Thread(target=self._share_late, args=(step, sharers), name="stepfast-share", daemon=True).start()
+
+    def _share_late(self, step: int, sharers: RankSet) -> None:
+        while not self._closed:
+            try:
+                self._branch.wait()
+            except StorageUnavailable as error:
+                log.warning("stepfast: step %s is not committed yet: %s", step, error)
+            except GangError:
+                return  # it is over
+            else:
+                self._share(step, sharers)
+                return
+
+    def _share(self, step: int, sharers: RankSet) -> None:
         try:
             self._writer.share(step, str(sharers))
         except StorageError as error:
@@ -323,16 +353,6 @@ class TaggedCheckpoints:
             unpersisted=self._writer.unpersisted(),
             waited=self._link.waited_steps if self._link is not None else (),
         )
-
-    def _leave_newer_steps(self, branch_step: int | None) -> int:
-        """Before the run's first step: what other runs committed above the one that it goes on from is superseded."""
-        if branch_step is None:
-            branch_step = self._read_step()
-        superseded = self._source.supersede_after(branch_step)
-        if superseded:
-            since = "its beginning: nothing was loaded" if branch_step == _SCRATCH else f"step {branch_step}"
-            log.warning("stepfast: training goes on from %s: steps %s are superseded", since, list(superseded))
-        return branch_step
 
     # ------------------------------------------------------------ reading
 
@@ -456,6 +476,8 @@ class TaggedCheckpoints:
         for agreed in reversed(read_book(self._gang).steps):
             if agreed.save and tag in (None, agreed.tag) and self._is_committed(agreed):
                 return
+        if self._branch.is_own:
+            self._branch.wait()  # nothing of the run is there, and nothing that is superseded is to be found
 
     def _is_committed(self, agreed: TaggedStep) -> bool:
         """Waits until it is known; False for what is not saved yet."""
