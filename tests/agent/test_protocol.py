@@ -45,6 +45,7 @@ EXAMPLES: list[Message] = [
     messages.Restored(step=5, tier="Memory", time=1.5, seconds=0.5),
     messages.Steps(id=2),
     messages.Supersede(id=2, step=-1),
+    messages.SetAside(id=2, step=5),
     messages.Remove(id=2, step=5),
     messages.Fetch(id=3, path="global_step5/manifest.json", refresh=True),
     messages.Want(step=5),

@@ -93,6 +93,33 @@ def test_checkpoint_that_nobody_commits_is_committed_by_what_comes_after_it(what
     assert found is not None
 
 
+def test_first_save_survives_a_storage_that_is_away(storage: Path) -> None:
+    storage.symlink_to(storage)  # nothing can be listed or written there
+    nm.Checkpoint("global_step1", 1).save("model", 1)
+    nm.Checkpoint("global_step2", 1).save("model", 2)
+    storage.unlink()
+    nm.Checkpoint("global_step3", 1).save("model", 3)
+    assert tags() == ["global_step3"]
+
+
+def test_older_checkpoints_are_listed_while_the_newest_could_not_be_persisted(storage: Path) -> None:
+    nm.Checkpoint("global_step1", 1).save("model", 1)
+    nm.flush_persistence()
+    in_the_way = storage / "local" / "train" / "global_step2"
+    in_the_way.write_bytes(b"")
+    nm.Checkpoint("global_step2", 1).save("model", 2)
+    in_the_way.unlink()
+    assert tags() == ["global_step1"]
+    latest = nm.get_latest_checkpoint()
+    assert latest is not None
+    assert latest.tag == "global_step1"
+    assert nm.get_checkpoint("global_step2") is None
+    with pytest.raises(StorageError):
+        nm.flush_persistence()
+    nm.Checkpoint("global_step3", 1).save("model", 3)
+    assert tags() == ["global_step1", "global_step3"]
+
+
 def test_checkpoint_of_which_an_object_could_not_be_saved_is_nobodys() -> None:
     checkpoint = nm.Checkpoint("global_step1")
     checkpoint.save("model", 1)

@@ -73,6 +73,62 @@ def test_step_is_whole_with_the_ranks_that_saved_it(
     assert found == who
 
 
+GO_BACK = """
+import torch.distributed as dist
+import stepfast.nebula as nm
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+nm.init(persistent_time_interval=0)
+dist.barrier()
+for step in (1, 2, 3):
+    if rank == 0:
+        nm.Checkpoint(f"global_step{step}", 1).save("x", step)
+        nm.Checkpoint("best", 1).save("x", step)
+    dist.barrier()
+    latest, got = nm.get_latest_checkpoint(), nm.get_checkpoint(f"global_step{step}")
+    seen = [None, None]
+    dist.all_gather_object(seen, (latest and latest.load("x"), latest and latest.tag, got and got.tag))
+    if rank == 0:
+        print("SEEN", step, seen == [(step, "best", f"global_step{step}")] * 2, seen, flush=True)
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("with_agent", [True, False], ids=["agent", "no-agent"])
+def test_ranks_that_go_back_to_the_latest_go_back_to_the_same(
+    launcher: Any, start_agent: Any, with_agent: bool
+) -> None:
+    finished = launcher.run(GO_BACK, ranks=2, agent=start_agent() if with_agent else None)
+    assert finished.code == 0, finished.output
+    assert [f"SEEN {step} True" in finished.output for step in (1, 2, 3)] == [True] * 3, finished.output
+
+
+ASK_BEFORE = """
+import time, torch.distributed as dist
+from stepfast.torch.tagged import Sharing, TaggedCheckpoints
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+checkpoints = TaggedCheckpoints(sharing=Sharing.WHOEVER_OPENS)
+for step in (1, 2, 3):
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.5)  # rank 0 has saved by now, and waits for this rank's share
+        checkpoints.latest()
+    opened = checkpoints.open(f"global_step{step}")
+    opened.put("rank", rank)
+    opened.commit()
+dist.barrier()
+print("LATEST", checkpoints.latest().step, flush=True)
+dist.barrier()
+"""
+
+
+def test_rank_that_asks_for_the_latest_before_it_saves_keeps_nobody_waiting(launcher: Any) -> None:
+    finished = launcher.run(ASK_BEFORE, ranks=2, timeout_seconds=100.0)
+    assert finished.code == 0, finished.output
+    assert finished.output.count("LATEST 3") == 2, finished.output
+
+
 def test_rank_that_comes_too_late_for_a_step_is_told_so(launcher: Any, start_agent: Any) -> None:
     finished = launcher.run(SCRIPT, json.dumps(FIRST), "late", ranks=2, agent=start_agent())
     assert finished.code == 0, finished.output

@@ -154,6 +154,21 @@ def test_steps_are_found_by_tag_by_number_and_by_themselves(make: Make) -> None:
     assert state["at"] == 1
 
 
+@pytest.mark.parametrize("first", ["global_step1", "global_step9"], ids=["one-that-is-there", "one-that-is-not"])
+def test_a_reader_without_a_name_takes_the_step_to_go_on_from_whatever_it_read_before(make: Make, first: str) -> None:
+    checkpoints = make()
+    for step in (1, 2, 3):
+        save(checkpoints, {"at": torch.tensor(step)}, f"global_step{step}")
+    reader, state = StepfastStorageReader(checkpoints), {"at": torch.tensor(0)}
+    try:
+        dcp.load(state, checkpoint_id=first, storage_reader=reader)
+    except CheckpointException:
+        assert first == "global_step9"
+    assert state["at"] == (1 if first == "global_step1" else 0)
+    dcp.load(state, storage_reader=reader)
+    assert state["at"] == 3
+
+
 def test_what_is_not_there_is_said(make: Make) -> None:
     checkpoints = make()
     with pytest.raises(CheckpointException) as error:
@@ -339,6 +354,55 @@ def test_staged_memory_is_used_again_only_once_nobody_holds_it(mesh: DeviceMesh)
     assert stager.stage(state)["plain"].shape == (101,), "a state of another form"
     stager.close()
     stager.close()
+
+
+def part_of(staged: dict[str, Any], what: str) -> Any:
+    match what:
+        case "dict":
+            return staged["model"]
+        case "tensor":
+            return staged["model"]["weight"]
+        case "view":
+            return staged["model"]["weight"][1:]
+        case "array":
+            return staged["model"]["weight"].numpy()
+        case "sharded":
+            return staged["model"]["sharded"]
+        case _:
+            return staged["model"]["sharded"].to_local().view(-1)
+
+
+def first_of(part: Any) -> float:
+    while isinstance(part, dict):
+        part = part["weight"]
+    return float((part.to_local() if isinstance(part, DTensor) else part).reshape(-1)[0])
+
+
+@pytest.mark.parametrize("what", ["dict", "tensor", "view", "array", "sharded", "local"])
+def test_staged_memory_is_not_used_again_while_a_part_of_it_is_held(mesh: DeviceMesh, what: str) -> None:
+    stager = StepfastStager()
+    sharded = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    state = {"model": {"weight": torch.ones(4), "sharded": sharded}}
+
+    def address() -> int:
+        staged = stager.stage(state)
+        assert isinstance(staged, dict)
+        return int(staged["model"]["weight"].data_ptr())
+
+    assert address() == address()
+    staged = stager.stage(state)
+    assert isinstance(staged, dict)
+    part = part_of(staged, what)
+    held = staged["model"]["weight"].data_ptr()
+    del staged
+    gc.collect()
+    for tensor in (state["model"]["weight"], sharded.to_local()):
+        tensor.fill_(2)
+    assert address() != held
+    assert first_of(part) == 1
+    del part
+    gc.collect()
+    assert held in [address(), address()]
 
 
 def test_a_failed_save_leaves_no_step_and_the_next_one_is_saved(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,10 +15,12 @@ import torch
 from torch import nn
 
 from stepfast import catalog
-from stepfast.errors import CheckpointDamaged, CheckpointerOpen, CheckpointNotFound, CheckpointUnsafe
+from stepfast.errors import CheckpointDamaged, CheckpointerOpen, CheckpointNotFound, CheckpointUnsafe, GangError
 from stepfast.layout import job_folder
 from stepfast.step import OnBusy
 from stepfast.storage import open_store
+from stepfast.tags import TagBook
+from stepfast.torch.gang import Alone
 from stepfast.torch.tagged import Sharing, TaggedCheckpoints
 
 Make = Callable[..., TaggedCheckpoints]
@@ -185,6 +188,40 @@ def test_launcher_names_the_step_to_go_on_from(make: Make, named: int | None, fo
     assert (latest.step if latest is not None else None) == found
 
 
+def test_first_save_does_not_wait_for_a_storage_that_is_away(any_bench: Any) -> None:
+    with maker(any_bench) as make:
+        save(make(), "global_step500", x=1)
+        anew = make()
+        aside = any_bench.storage / "aside"
+        any_bench.folder.rename(aside)
+        any_bench.folder.symlink_to(any_bench.folder)  # whatever is to be listed or written there fails
+        opened = anew.open("global_step1")
+        opened.put("x", 2)
+        is_saved = opened.commit().saved
+        any_bench.folder.unlink()
+        aside.rename(any_bench.folder)
+        assert is_saved == (any_bench.socket is not None)
+        assert [step.step for step in anew.steps()] == ([1] if is_saved else [])
+        save(anew, "global_step2", x=3)
+        assert [step.step for step in anew.steps()] == ([1, 2] if is_saved else [2])
+
+
+def test_opening_that_failed_does_not_count(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(Alone, "update", lambda *args: raises(GangError("the store does not answer")))
+        with pytest.raises(GangError):
+            checkpoints.open("last")
+    save(checkpoints, "last", x=1)
+    assert checkpoints.load(0, "x") == 1
+    book = TagBook.from_json((checkpoints._gang.hear(["tags"]) or [""])[0])
+    assert [step.occurrence for step in book.steps] == [1]
+
+
+def raises(error: Exception) -> Any:
+    raise error
+
+
 # ---------------------------------------------------------------- damage and refusals
 
 
@@ -205,9 +242,7 @@ def test_damaged_step_is_named_and_set_aside_for_the_next_attempt(make_direct: M
         save(first, f"global_step{step}", x=torch.ones(100_000))
     first.close()
     (path,) = data_files(bench.step_folder(2))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    damage(bench.step_folder(2))
     second = make_direct()
     with pytest.raises(CheckpointDamaged, match=path.name) as caught:
         second.load(2, "x")
@@ -218,6 +253,123 @@ def test_damaged_step_is_named_and_set_aside_for_the_next_attempt(make_direct: M
     store = open_store(bench.storage.as_uri())
     assert [found.step for found in catalog.superseded_steps(store, job_folder(bench.job))] == [2]
     store.close()
+
+
+def damage(folder: Path) -> None:
+    """The last byte of the step's only file is not what it was."""
+    (path,) = data_files(folder)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_old_step_is_set_aside_alone(make: Make, any_bench: Any, tmp_path: Path) -> None:
+    first = make()
+    save(first, "best", x=torch.ones(100_000))
+    for step in (10, 20, 30):
+        save(first, f"global_step{step}", x=torch.ones(100_000))
+    first.close()
+    whole = tmp_path / "whole"
+    shutil.copytree(any_bench.step_folder(0), whole)
+    for path in any_bench.step_folder(0).glob("part-*"):
+        path.write_bytes(b"{}")  # which no memory tier holds
+    second = make()
+    assert second.load(30, "x").sum() == 100_000  # training goes on from 30
+    best = second.find("best")
+    assert best is not None
+    with pytest.raises(CheckpointDamaged):
+        second.load(best.step, "x")  # only to compare
+    assert [found.step for found in make().steps()] == [10, 20, 30]
+    store = open_store(any_bench.storage.as_uri())
+    folder = job_folder(any_bench.job)
+    (marked,) = catalog.superseded_steps(store, folder)
+    for path in whole.glob("part-*"):
+        shutil.copy(path, any_bench.step_folder(0))
+    catalog.reinstate(store, folder, marked.step, marked.run)
+    store.close()
+    assert [found.step for found in make().steps()] == [0, 10, 20, 30]
+
+
+def test_damaged_step_of_the_run_itself_is_not_found_again(make_direct: Make, bench: Any) -> None:
+    checkpoints = make_direct()
+    for step in (1, 2, 3):
+        save(checkpoints, f"global_step{step}", x=torch.ones(100_000))
+    damage(bench.step_folder(2))
+    with pytest.raises(CheckpointDamaged):
+        checkpoints.load(2, "x")
+    assert [found.step for found in checkpoints.steps()] == [1, 3]
+
+
+def test_step_that_is_set_aside_after_the_ranks_agreed_on_it_is_followed_by_the_next_older_one(
+    make_direct: Make, bench: Any
+) -> None:
+    first = make_direct()
+    for step in (1, 2):
+        save(first, f"global_step{step}", x=torch.ones(100_000))
+    damage(bench.step_folder(2))
+    second = make_direct()
+    assert second.latest() is not None
+    with pytest.raises(CheckpointDamaged):
+        second.load(2, "x")
+    latest = second.latest()
+    assert latest is not None
+    assert latest.step == 1
+    damage(bench.step_folder(1))
+    with pytest.raises(CheckpointDamaged):
+        second.load(1, "x")
+    with pytest.raises(CheckpointNotFound, match="no older one"):
+        second.latest()
+
+
+AFTER_DAMAGE = """
+import sys, torch, torch.distributed as dist
+from stepfast.errors import CheckpointDamaged, GangError
+from stepfast.torch.tagged import Sharing, TaggedCheckpoints
+dist.init_process_group("gloo")
+rank, has_read = dist.get_rank(), sys.argv[1] == "read"
+checkpoints = TaggedCheckpoints(sharing=Sharing.EVERY_RANK)
+if rank == 0 or has_read:
+    assert checkpoints.latest().step == 2
+if rank == 1 and has_read:
+    checkpoints.load(2, "x")
+dist.barrier()
+if rank == 0:
+    with open(sys.argv[2], "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\\1")
+    try:
+        checkpoints.load(2, "x")
+    except CheckpointDamaged as error:
+        print("DAMAGED", error.step, flush=True)
+dist.barrier()
+if rank == 1 - has_read:
+    try:
+        print("LATEST", checkpoints.latest().step, flush=True)
+    except GangError as error:
+        print("NOT", error, flush=True)
+dist.barrier()
+print("FROM", checkpoints.latest().step if not has_read else "", flush=True)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("who", ["nobody", "read"])
+def test_ranks_never_go_on_from_different_steps_when_one_of_them_sets_a_step_aside(
+    launcher: Any, make_direct: Make, who: str
+) -> None:
+    first = make_direct()
+    for step in (1, 2):
+        save(first, f"global_step{step}", x=torch.ones(100_000))
+    first.close()
+    (path,) = data_files(launcher.bench.step_folder(2))
+    finished = launcher.run(AFTER_DAMAGE, who, str(path), ranks=2)
+    assert finished.code == 0, finished.output
+    assert "DAMAGED 2" in finished.output
+    if who == "nobody":
+        assert "LATEST 1" in finished.output, finished.output
+        assert finished.output.count("FROM 1") == 2, finished.output
+    else:
+        assert "NOT step 2 is gone, and a rank goes on from it" in finished.output, finished.output
 
 
 class Custom:

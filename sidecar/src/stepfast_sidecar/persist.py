@@ -222,6 +222,10 @@ class JobPersister:
         """Rolls back to the step from which `run` goes on; returns the superseded ones. Raises StorageError."""
         return catalog.supersede_after(self._store, self._folder, step, but_of_run=run)
 
+    def set_aside(self, step: int) -> bool:
+        """Marks a damaged step, it alone, superseded; whether it was committed. Raises StorageError."""
+        return catalog.set_aside(self._store, self._folder, step)
+
     def retain(self, *, run: str, max_to_keep: int, protected: Sequence[int]) -> list[int]:
         """Removes what is not to be kept; returns the removed steps. Raises StorageError."""
         return catalog.retain(self._store, self._folder, run=run, max_to_keep=max_to_keep, protected=protected)

@@ -68,6 +68,7 @@ class Server:
             "restorable": ("fetch", lambda **values: {"paths": self._persister.files_to_restore(**values)}),
             "foresee": ("foresee", lambda path: self._persister.foresee(path)),  # noqa: PLW0108  # same
             "supersede": ("keep", lambda **values: {"steps": self._persister.supersede_after(**values)}),
+            "setAside": ("keep", lambda step: {"steps": [step] if self._persister.set_aside(step) else []}),
             "remove": ("keep", self._remove),
             "retain": ("keep", lambda **values: {"removed": self._persister.retain(**values)}),
             "history": ("keep", self._history),

@@ -29,6 +29,7 @@ from stepfast.messages import (
     Reserved,
     Restored,
     SaveRequested,
+    SetAside,
     Sharers,
     Skipped,
     SlotReady,
@@ -117,7 +118,7 @@ class _RankServer:
                 self._room.rank_ended(self._run, self._session)
             await cut_back(self._slots.grown())  # an agent that ends looks no more
 
-    def _handle(self, message: Message) -> None:  # noqa: C901, PLR0912  # a table: one case a message
+    def _handle(self, message: Message) -> None:  # noqa: C901, PLR0912, PLR0915  # a table: one case a message
         room, run, session = self._room, self._run, self._session
         match message:
             case Progress():
@@ -141,6 +142,8 @@ class _RankServer:
                 self._spawn(self._answering(message.id, self._steps(message)))
             case Supersede():
                 self._spawn(self._answering(message.id, self._supersede(message)))
+            case SetAside():
+                self._spawn(self._answering(message.id, self._set_aside(message)))
             case Remove():
                 self._spawn(self._answering(message.id, self._remove(message)))
             case Fetch():
@@ -350,6 +353,10 @@ class _RankServer:
     async def _supersede(self, message: Supersede) -> None:
         superseded = await self._room.supersede_after(self._run, message.step)
         self._session.peer.send(CommittedSteps(id=message.id, steps=superseded))
+
+    async def _set_aside(self, message: SetAside) -> None:
+        answer = await self._ask("setAside", step=message.step)
+        self._session.peer.send(CommittedSteps(id=message.id, steps=tuple(answer["steps"])))
 
     async def _remove(self, message: Remove) -> None:
         await self._ask("remove", step=message.step)

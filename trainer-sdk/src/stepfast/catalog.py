@@ -1,7 +1,8 @@
 """What a job's folder holds: its committed steps, their parts and files, and whether the bytes are still those saved.
 
-Reads the storage; changes it only to roll back (`supersede_after`) and to undo that (`reinstate`), to keep no more than
-is wanted (`retain`), and to remove a step (`remove_step`, `remove_committed`, `remove_superseded`).
+Reads the storage; changes it only to roll back (`supersede_after`), to leave out what is damaged (`set_aside`) and to
+undo either (`reinstate`), to keep no more than is wanted (`retain`), and to remove a step (`remove_step`,
+`remove_committed`, `remove_superseded`).
 """
 
 from __future__ import annotations
@@ -160,25 +161,15 @@ def supersede_after(store: Store, folder: str, step: int, *, but_of_run: str | N
     The mark is written before the manifest goes, so that a kill in between leaves a step that is still committed, and
     the next call finishes the work.
     """
-    rolled_back = []
-    for later in _steps(store, folder):
-        if later <= step:
-            continue
-        try:
-            data = store.read(join(folder, manifest_path(later)))
-        except ObjectNotFound:
-            continue
-        try:
-            manifest = read_manifest(store, folder, later)
-            run = manifest.run if manifest is not None else "unknown"
-        except RecordInvalid:
-            run = "damaged"
-        if run == but_of_run:
-            continue
-        store.create(join(folder, superseded_path(later, run)), data)
-        store.delete(join(folder, manifest_path(later)))
-        rolled_back.append(later)
-    return rolled_back
+    return [later for later in _steps(store, folder) if later > step and _supersede(store, folder, later, but_of_run)]
+
+
+def set_aside(store: Store, folder: str, step: int) -> bool:
+    """Marks this step alone superseded, whosever it is, as `supersede_after` does; whether it was committed.
+
+    For a step that turned out to be damaged: newer ones and older ones are what they were.
+    """
+    return _supersede(store, folder, step, but_of_run=None)
 
 
 def superseded_steps(store: Store, folder: str) -> list[CommittedStep]:
@@ -282,6 +273,23 @@ def remove_step(store: Store, folder: str, step: int) -> None:
     """Removes a step: first its manifest, so that a kill in between leaves no step that looks committed."""
     store.delete(join(folder, manifest_path(step)))
     store.delete_folder(join(folder, step_folder(step)))
+
+
+def _supersede(store: Store, folder: str, step: int, but_of_run: str | None) -> bool:
+    """Whether the step was committed, by another run."""
+    try:
+        data = store.read(join(folder, manifest_path(step)))
+    except ObjectNotFound:
+        return False
+    try:
+        run = check_manifest(data, step).run
+    except RecordInvalid:
+        run = "damaged"
+    if run == but_of_run:
+        return False
+    store.create(join(folder, superseded_path(step, run)), data)
+    store.delete(join(folder, manifest_path(step)))
+    return True
 
 
 def _superseded_step(store: Store, folder: str, step: int, run: str) -> CommittedStep:

@@ -27,6 +27,7 @@ from stepfast.messages import (
     Remove,
     Reserve,
     Reserved,
+    SetAside,
     Steps,
     Supersede,
     Welcome,
@@ -206,6 +207,12 @@ class RankClient:
             return _expect(message, CommittedSteps).steps
 
         return wait
+
+    def set_aside(self, step: int, timeout_seconds: float) -> None:
+        """Marks a damaged step, it alone, superseded. Raises StorageError."""
+        request = next(self._ids)
+        message, _ = self._ask(request, SetAside(id=request, step=step), timeout_seconds)
+        _expect(message, CommittedSteps)
 
     def remove(self, step: int, timeout_seconds: float) -> None:
         """Removes a committed step. Raises StorageError."""

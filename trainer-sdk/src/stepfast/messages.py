@@ -200,6 +200,20 @@ class Supersede(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside(Message):
+    """Marks this committed step alone superseded, because it is damaged.
+
+    Answered by CommittedSteps, with it if it was committed, or Failure.
+    """
+
+    id: int
+    step: int
+
+    def __post_init__(self) -> None:
+        _check_step(self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Remove(Message):
     """Removes a committed step that is of no more use; answered by CommittedSteps, with it, or Failure."""
 
@@ -391,8 +405,8 @@ class Status(Message):
 
 
 FROM_RANK = (
-    Hello, Expect, Reserve, Staged, Sharers, Skipped, GaveUp, Progress, Restored, Steps, Supersede, Remove, Fetch,
-    Want, FinalSaved, Bye,
+    Hello, Expect, Reserve, Staged, Sharers, Skipped, GaveUp, Progress, Restored, Steps, Supersede, SetAside, Remove,
+    Fetch, Want, FinalSaved, Bye,
 )  # fmt: skip
 FROM_LAUNCHER = (Launching,)
 FROM_SUPERVISOR = (Watch, RequestSave, FlushRun)

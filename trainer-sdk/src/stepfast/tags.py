@@ -93,8 +93,10 @@ def open_tag(
     *,
     on_busy: OnBusy,
     persist_interval_seconds: float,
+    may_save: bool = True,
 ) -> TagBook:
-    """The book with that opening of the tag in it: as it was agreed on before, or decided now.
+    """The book with that opening of the tag in it: as it was agreed on before, or decided now. Unless `may_save` it is
+    one that no rank saves.
 
     Raises GangError for one that is so old that nobody knows any more what was agreed on.
     """
@@ -107,7 +109,7 @@ def open_tag(
     wanted = opening.wanted if opening.wanted is not None else number_in(opening.tag)
     step = min(MAX_STEP, max(last + 1, wanted if wanted is not None else 0))
     drop = outrun(reports)
-    save = on_busy is OnBusy.WAIT or all(has_room(report, drop) for report in reports)
+    save = may_save and (on_busy is OnBusy.WAIT or all(has_room(report, drop) for report in reports))
     due = save and (
         # The only slot is the next save's too: what stays in memory alone would be in its way for ever.
         any(report.slots == 1 for report in reports)

@@ -98,10 +98,17 @@ class Attendance:
             self._awaited[agreed.number] = agreed.step
         if agreed.opener != self._gang.rank:
             return
+        text = json.dumps([agreed.tag, agreed.occurrence, agreed.number, _place()])
+        self._gang.tell(f"tags/asked/{agreed.number}", text)
         index = self._gang.count("tags/asks") - 1
-        self._gang.tell(f"tags/ask/{index}", json.dumps([agreed.tag, agreed.occurrence, agreed.number, _place()]))
+        self._gang.tell(f"tags/ask/{index}", text)
         with self._lock:
             self._asked.append(_Asked(index, agreed.number))
+
+    def is_past(self, agreed: TaggedStep) -> bool:
+        """Whether the rank that opened the tag has committed its share, and this one is beyond that place."""
+        asked = self._gang.hear([f"tags/asked/{agreed.number}"])
+        return asked is not None and self._is_beyond(_question(asked[0]))
 
     def close(self) -> None:
         """Answers what is asked as a rank that has ended, once its own questions are answered."""
@@ -141,9 +148,7 @@ class Attendance:
 
     def _hear(self) -> None:
         while (asked := self._gang.hear([f"tags/ask/{self._next_index}"])) is not None:
-            tag, occurrence, number, place = json.loads(asked[0])
-            question = _Question(tag=tag, occurrence=occurrence, number=number, place=place)
-            self._questions[self._next_index] = question
+            self._questions[self._next_index] = _question(asked[0])
             self._next_index += 1
 
     def _answer(self) -> None:
@@ -184,6 +189,11 @@ class Attendance:
         if self._gang.hear([f"tags/left/{rank}"]) not in (None, [_BACK]):
             return True
         return asked.is_overdue and self._gang.hear([f"tags/present/{rank}"]) is None
+
+
+def _question(text: str) -> _Question:
+    tag, occurrence, number, place = json.loads(text)
+    return _Question(tag=tag, occurrence=occurrence, number=number, place=place)
 
 
 def _place() -> int | None:

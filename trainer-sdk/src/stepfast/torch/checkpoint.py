@@ -248,7 +248,8 @@ class Checkpointer:
         comes after a rollback is another history, and I1 lets no step be of two.
         """
         if branch_step == _SCRATCH and self._link is not None:
-            self._link.supersede_in_background(branch_step)  # most often there is nothing: nobody waits to hear that
+            # Most often there is nothing: nobody waits to hear that.
+            self._link.supersede_in_background(branch_step, _say_superseded)
             self._branch_step = None
             return True
         try:
@@ -308,6 +309,11 @@ class Checkpointer:
     def _at_exit(self) -> None:
         # Without close() nothing is lost either: what is staged is the agent's by now, and what is copied will be.
         self._end()
+
+
+def _say_superseded(steps: Sequence[int]) -> None:
+    if steps:
+        log.warning("stepfast: training began anew, without restore(): steps %s are superseded", list(steps))
 
 
 def _checked_total(total_steps: int | None) -> int:

@@ -143,16 +143,24 @@ class AgentLink:
         self._wanted.add(step)
         self.tell(Want(step=step))
 
-    def supersede_in_background(self, step: int) -> None:
-        """Marks other runs' steps above this one superseded; training goes on, and no step is committed before."""
+    def supersede_in_background(self, step: int, on_done: Callable[[Sequence[int]], None]) -> None:
+        """Marks other runs' steps above this one superseded; training goes on, and no step is committed before.
+
+        `on_done` is called, in a thread, with those steps.
+        """
         try:
             answer = self.client(0.0).supersede_after(step)
         except AgentUnavailable:
             answer = None
-        work = threading.Thread(target=self._supersede, args=(step, answer), name="stepfast-supersede", daemon=True)
+        work = threading.Thread(
+            target=self._supersede, args=(step, answer, on_done), name="stepfast-supersede", daemon=True
+        )
         work.start()
 
-    def _supersede(self, step: int, answer: Callable[[float | None], Sequence[int]] | None) -> None:
+    def _supersede(
+        self, step: int, answer: Callable[[float | None], Sequence[int]] | None,
+        on_done: Callable[[Sequence[int]], None],
+    ) -> None:  # fmt: skip
         while not self._closed:
             try:
                 answer = answer or self.client(_AWAY_SECONDS).supersede_after(step)
@@ -163,10 +171,7 @@ class AgentLink:
                 log.error("stepfast: steps of earlier runs were not marked superseded: %s", error)
                 return
             else:
-                if superseded:
-                    log.warning(
-                        "stepfast: training began anew, without restore(): steps %s are superseded", list(superseded)
-                    )
+                on_done(superseded)
                 return
 
     def wait_committed(self, step: int, timeout_seconds: float | None) -> float:

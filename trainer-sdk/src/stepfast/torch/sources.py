@@ -41,6 +41,9 @@ class Source(Protocol):
     def supersede_after(self, step: int) -> Sequence[int]:
         """Marks other runs' committed steps above this one superseded; returns those. Raises StorageError."""
 
+    def set_aside(self, step: int) -> None:
+        """Marks a damaged step, it alone, superseded. Raises StorageError."""
+
     def remove(self, step: int) -> None:
         """Removes a committed step. Raises StorageError."""
 
@@ -102,6 +105,9 @@ class AgentSource:
     def supersede_after(self, step: int) -> Sequence[int]:
         return self._link.client(_AGENT_SECONDS).supersede_after(step)(_SUPERSEDE_SECONDS)
 
+    def set_aside(self, step: int) -> None:
+        self._link.client(_AGENT_SECONDS).set_aside(step, _SUPERSEDE_SECONDS)
+
     def remove(self, step: int) -> None:
         self._link.client(_AGENT_SECONDS).remove(step, _REMOVE_SECONDS)
 
@@ -126,6 +132,9 @@ class DirectSource:
 
     def supersede_after(self, step: int) -> Sequence[int]:
         return catalog.supersede_after(self._store, self._folder, step, but_of_run=self._run)
+
+    def set_aside(self, step: int) -> None:
+        catalog.set_aside(self._store, self._folder, step)
 
     def remove(self, step: int) -> None:
         catalog.remove_committed(self._store, self._folder, step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +21,22 @@ from typing import Any
 
 from stepfast.admission import RankReport
 from stepfast.environment import Environment, absolute_storage_uri, read_environment
-from stepfast.errors import AgentError, CheckpointDamaged, CheckpointNotFound, StorageError
+from stepfast.errors import (
+    AgentError,
+    CheckpointDamaged,
+    CheckpointNotFound,
+    GangError,
+    StorageError,
+    StorageUnavailable,
+)
 from stepfast.layout import job_folder
 from stepfast.messages import Restored, Skipped
 from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
 from stepfast.step import Tier, is_tag
 from stepfast.tags import Opening, TagBook, TaggedStep, open_tag
 from stepfast.torch.attendance import Attendance
+from stepfast.torch.branch import SCRATCH as _SCRATCH
+from stepfast.torch.branch import Branch
 from stepfast.torch.claims import claim, give_up
 from stepfast.torch.copying import MapLocation, copied
 from stepfast.torch.gang import Gang
@@ -34,6 +44,7 @@ from stepfast.torch.join import join_agent, join_gang
 from stepfast.torch.overlap import Overlap
 from stepfast.torch.planner import Planner
 from stepfast.torch.saver import Save
+from stepfast.torch.settlement import BOOK, Settlement, read_book
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source
 from stepfast.torch.state import Json
 from stepfast.torch.stopping import Stopping, wait_to_be_stopped
@@ -42,8 +53,8 @@ from stepfast.torch.writer import Saved, Writer
 
 log = logging.getLogger("stepfast")
 
-_BOOK, _BRANCH = "tags", "tags/from"  # topics of the gang
-_SCRATCH = -1
+_BRANCH, _RESUME = "tags/from", "tags/resume"  # topics of the gang
+_LISTING_SECONDS = 2.0  # how long a storage may take to list on one machine what it lists on another
 
 
 class Sharing(StrEnum):
@@ -142,11 +153,18 @@ class TaggedCheckpoints:
             if self._link is not None
             else DirectSource(self._writer.store, job_folder(self._environment.job), run=self._environment.run)
         )
+        # Of a step of every rank the agent of rank 0 leads the commit, of other steps that of a rank that shares in it.
+        self._branch = Branch(
+            self._gang, self._source, self._link, rank=self._environment.rank,
+            leader=0 if sharing is Sharing.EVERY_RANK else None,
+        )  # fmt: skip
         self._stopping = Stopping(self._gang, self._link)
+        self._settlement = Settlement(self._gang, self._source, self._link, run=self._environment.run)
         self._named = _Named()
         self._planner = Planner(self._named, self._environment, weights_only=weights_only)
         self._opened: Counter[str] = before._opened if before is not None else Counter()
         self._asked: int = before._asked if before is not None else 0
+        self._given: int | None = None  # the step to go on from, as this rank was told
         # What is read from then on is not what training goes on from.
         self._has_progressed: bool = before is not None and before._has_progressed
         self._newest: Saved | None = None
@@ -252,8 +270,11 @@ class TaggedCheckpoints:
         """
         if not is_tag(tag):
             raise ValueError(f"{tag!r} cannot be a tag: give printable text of at most 256 bytes, as global_step500")
-        self._opened[tag] += 1
-        occurrence, rank = self._opened[tag], self._environment.rank
+        occurrence, rank = self._opened[tag] + 1, self._environment.rank
+        branch_step = begins_after
+        if branch_step is None:  # asked of the gang once: a save is one round trip
+            branch_step = self._branch.step if self._branch.step is not None else self._read_step()
+        may_save = self._branch.leave(branch_step)
 
         def change(text: str) -> str:
             book = TagBook.from_json(text)
@@ -261,14 +282,16 @@ class TaggedCheckpoints:
                 return text
             opening = Opening(
                 tag=tag, occurrence=occurrence, rank=rank, now=time.time(), wanted=step,
-                begins_after=self._leave_newer_steps(begins_after) if book.count == 0 else _SCRATCH,
+                begins_after=branch_step,
             )  # fmt: skip
             return open_tag(
                 book, opening, self._reports(), on_busy=self._environment.on_busy,
                 persist_interval_seconds=0 if self._persist_all else self._environment.persist_interval_seconds,
+                may_save=may_save,
             ).to_json()  # fmt: skip
 
-        agreed = TagBook.from_json(self._gang.update(_BOOK, change)).find(tag, occurrence)
+        agreed = TagBook.from_json(self._gang.update(BOOK, change)).find(tag, occurrence)
+        self._opened[tag] = occurrence  # an opening that failed is none
         if agreed is None:
             raise AssertionError(f"tag {tag!r} is not in the book that rank {rank} put it into")
         if self._attendance is not None:
@@ -279,7 +302,8 @@ class TaggedCheckpoints:
         """`OpenTag.commit`'s work; `put_seconds`: what it took to put the objects in."""
         began = time.perf_counter() - put_seconds
         if not agreed.save:
-            log.warning("stepfast: %s is not saved: every slot still waits to be persisted", agreed.tag)
+            why = "every slot still waits to be persisted, or the storage is away at the beginning of the run"
+            log.warning("stepfast: %s is not saved: %s", agreed.tag, why)
             if self._link is not None:
                 self._link.tell(Skipped(step=agreed.step))
             return Saved(self._writer, agreed.step, saved=False, stall_seconds=time.perf_counter() - began)
@@ -316,6 +340,25 @@ class TaggedCheckpoints:
             saved.wait(Tier.PERSISTENT)
 
     def _told_sharers(self, step: int, sharers: RankSet) -> None:
+        if self._branch.is_done:
+            self._share(step, sharers)
+            return
+        # Another node's agent holds nothing back: it does not know of the step's commit before it knows whose it is.
+        threading.Thread(target=self._share_late, args=(step, sharers), name="stepfast-share", daemon=True).start()
+
+    def _share_late(self, step: int, sharers: RankSet) -> None:
+        while not self._closed:
+            try:
+                self._branch.wait()
+            except StorageUnavailable as error:
+                log.warning("stepfast: step %s is not committed yet: %s", step, error)
+            except GangError:
+                return  # it is over
+            else:
+                self._share(step, sharers)
+                return
+
+    def _share(self, step: int, sharers: RankSet) -> None:
         try:
             self._writer.share(step, str(sharers))
         except StorageError as error:
@@ -349,27 +392,19 @@ class TaggedCheckpoints:
             waited=self._link.waited_steps if self._link is not None else (),
         )
 
-    def _leave_newer_steps(self, branch_step: int | None) -> int:
-        """Before the run's first step: what other runs committed above the one that it goes on from is superseded."""
-        if branch_step is None:
-            known = self._gang.hear([_BRANCH])
-            branch_step = int(known[0]) if known else _SCRATCH
-        superseded = self._source.supersede_after(branch_step)
-        if superseded:
-            since = "its beginning: nothing was loaded" if branch_step == _SCRATCH else f"step {branch_step}"
-            log.warning("stepfast: training goes on from %s: steps %s are superseded", since, list(superseded))
-        return branch_step
-
     # ------------------------------------------------------------ reading
 
     def steps(self) -> list[CommittedStep]:
-        """The committed steps that can be read, oldest first; waits for this rank's own newest. Raises StorageError."""
-        self.flush()
+        """The committed steps that can be read, oldest first; waits for the newest that was saved before this call, by
+        this rank, or by others before a collective operation that this one has begun. Raises StorageError.
+        """
+        self._settle_newest()
         return self._steps.steps()
 
     def latest(self) -> CommittedStep | None:
         """The step to go on from: the newest of this run; before its first, the one that the launcher named, or else
-        the newest that is committed, the same on all ranks. Raises StorageError.
+        the newest that is committed, the same on all ranks. Raises StorageError, and CheckpointNotFound or GangError
+        when that one is gone and no other can take its place: never None then, which means from scratch.
         """
         steps = self.steps()
         if self._has_opened():
@@ -377,12 +412,39 @@ class TaggedCheckpoints:
         named = self._environment.resume_step
         # Whoever launched us says 0 for "from scratch"; a step 0 may have been saved nevertheless.
         mine = max((found.step for found in steps if named is None or found.step <= named), default=_SCRATCH)
-        agreed = int(self._gang.update("tags/resume", lambda known: known or str(mine)))
-        return next((found for found in steps if found.step == agreed), None)
+        agreed = int(self._gang.update(_RESUME, lambda known: known or str(mine)))
+        deadline = time.monotonic() + _LISTING_SECONDS
+        while agreed != _SCRATCH:
+            found = next((found for found in steps if found.step == agreed), None)
+            if found is not None:
+                self._given = agreed
+                return found
+            if time.monotonic() > deadline:
+                agreed = self._agree_on_older(agreed, steps)
+            time.sleep(0.1)
+            steps = self._steps.steps()
+        return None
+
+    def _agree_on_older(self, gone: int, steps: Sequence[CommittedStep]) -> int:
+        """Another step for the whole gang instead of one that a rank has set aside, or somebody removed."""
+        older = max((found.step for found in steps if found.step < gone), default=None)
+        if older is None:
+            raise CheckpointNotFound(f"step {gone}, to go on from, is gone, and there is no older one")
+        agreed = int(self._gang.update(_RESUME, lambda known: str(older) if known == str(gone) else known))
+        # Who has read the step looks at the agreement after saying so, and we the other way round: one of us sees it.
+        if self._gang.world_size > 1 and self._read_step() >= gone:
+            raise GangError(f"step {gone} is gone, and a rank goes on from it: start again, from step {older}")
+        return agreed
+
+    def _read_step(self) -> int:
+        """The newest step that a rank has read, to go on from it."""
+        known = self._gang.hear([_BRANCH])
+        return int(known[0]) if known else _SCRATCH
 
     def find(self, tag: str) -> CommittedStep | None:
-        """The newest committed step of that tag. Raises StorageError."""
-        return newest_of(tag, self.steps())
+        """The newest committed step of that tag; waits as `steps` does, for that tag's. Raises StorageError."""
+        self._settle_newest(tag)
+        return newest_of(tag, self._steps.steps())
 
     def names(self, step: int) -> list[str]:
         """What this rank saved in the step, or, when it saved nothing, the first rank that did."""
@@ -420,8 +482,8 @@ class TaggedCheckpoints:
     def reading(self, step: int) -> Iterator[TaggedSteps]:
         """While all that a rank goes on with is read out of the step.
 
-        A step that turns out to be damaged is marked superseded with all newer ones, so that the next attempt begins
-        with an older one.
+        A step that turns out to be damaged is marked superseded, it alone: where it is the newest, the next attempt
+        begins with an older one.
         """
         began = time.perf_counter()
         with self._setting_aside(step) as steps:
@@ -429,6 +491,8 @@ class TaggedCheckpoints:
         if self._has_opened():
             return  # what training has gone on from stays as it is
         self.go_on_from(step)
+        if step == self._given and (self._gang.hear([_RESUME]) or [str(step)])[0] != str(step):
+            raise GangError(f"step {step} was set aside while rank {self._environment.rank} read it: start again")
         if self._link is not None and not self._has_progressed:
             seconds = time.perf_counter() - began
             self._link.tell(Restored(step=step, tier=str(self._steps.tier), time=time.time(), seconds=seconds))
@@ -447,16 +511,47 @@ class TaggedCheckpoints:
             if saved.step == step:
                 saved.wait(Tier.PERSISTENT)
 
+    def _settle_newest(self, tag: str | None = None) -> None:
+        """The newest step that ranks have saved, of that tag, is committed; or, where it never will be, the one before.
+
+        Every rank looks into the same book: after the same saves they all find the same step.
+        """
+        for agreed in reversed(read_book(self._gang).steps):
+            if agreed.save and tag in (None, agreed.tag) and self._is_committed(agreed):
+                return
+        if self._branch.is_own:
+            self._branch.wait()  # nothing of the run is there, and nothing that is superseded is to be found
+
+    def _is_committed(self, agreed: TaggedStep) -> bool:
+        """Waits until it is known; False for what is not saved yet."""
+        if self._opened[agreed.tag] >= agreed.occurrence:
+            own = self._saves.get(agreed.tag)
+            return own is not None and own.step == agreed.step and self._is_own_committed(agreed.tag, own)
+        # A step that this rank may still share in is nothing that it could wait for.
+        is_past = self._attendance is not None and self._attendance.is_past(agreed)
+        return is_past and self._settlement.is_committed(agreed)
+
+    def _is_own_committed(self, tag: str, saved: Saved) -> bool:
+        try:
+            self.flush(tag)
+        except CheckpointNotFound:  # dropped for a newer one, or given up
+            return False
+        except StorageUnavailable:
+            if not self._writer.has_failed(saved.step):
+                raise
+            return False
+        return saved.saved
+
     def _has_opened(self) -> bool:
         """Whether the run has opened a tag."""
-        return self._gang.hear([_BOOK]) is not None
+        return self._gang.hear([BOOK]) is not None
 
     def _set_aside(self, error: CheckpointDamaged) -> CheckpointDamaged:
         """The error, with the step that can be read instead; what is damaged is not found again."""
         self._steps.close()
         older = max((found.step for found in self._steps.steps() if found.step < error.step), default=None)
         try:
-            self._source.supersede_after(older if older is not None else _SCRATCH)
+            self._source.set_aside(error.step)
         except (StorageError, AgentError) as failure:
             log.error("stepfast: damaged step %s could not be set aside: %s", error.step, failure)
         return CheckpointDamaged(error.path, error.step, error.reason, older)

@@ -32,7 +32,7 @@ class Saved:
         given up).
         """
         if not self.saved:
-            raise CheckpointNotFound(f"step {self.step} was skipped: memory was exhausted and onBusy is Skip")
+            raise CheckpointNotFound(f"step {self.step} was skipped: the log says why")
         if tier is Tier.PERSISTENT:
             self._writer.wait_committed(self.step, timeout_seconds)
         else:

@@ -51,18 +51,23 @@ class StepfastStorageReader(StorageReader):
         """What the step holds. Raises CheckpointNotFound, CheckpointMismatch (not saved so), CheckpointDamaged,
         StorageError.
         """
-        self._step = step = self._find()
-        with self._checkpoints.reading(step) as steps:
-            if not any(METADATA in steps.names_of(step, rank) for rank in steps.ranks(step)):
-                raise CheckpointMismatch(f"step {step} was not saved by torch.distributed.checkpoint")
-            metadata = decode(lambda name: steps.load(step, name), step=step)
+        try:
+            self._step = step = self._find()
+            with self._checkpoints.reading(step) as steps:
+                if not any(METADATA in steps.names_of(step, rank) for rank in steps.ranks(step)):
+                    raise CheckpointMismatch(f"step {step} was not saved by torch.distributed.checkpoint")
+                metadata = decode(lambda name: steps.load(step, name), step=step)
+        except BaseException:
+            self._tag = None
+            raise
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Takes what `read_metadata` said."""
-        self._metadata = metadata
+        # torch says nothing before a load that names no checkpoint: the name is of this one alone.
+        self._metadata, self._tag = metadata, None
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """As it is."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -22,10 +22,9 @@ from stepfast.torch.dtypes import PLAIN_TENSORS
 from stepfast.torch.garbage import garbage_kept
 
 _MOST_FREE = 2  # sets of buffers: more than two saves are never under way together
+_MOST_WATCHED = 4
 
-
-class _Staged(dict[str, Any]):
-    """A state dict that can be seen to go."""
+_storage_use_count = torch._C._storage_Use_Count  # torch has no public one
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,10 +34,19 @@ class _Buffers:
     layout: Any
     tensors: list[torch.Tensor]
     leaves: list[Any]
+    unheld: list[int] = field(default_factory=list)  # how often all of it is held while nobody else holds any
+
+    def holds(self) -> list[int]:
+        """How often each tensor is held as an object, and its memory by tensors: views of it hold the latter alone."""
+        objects = [thing for leaf in self.leaves for thing in _objects(leaf)]
+        return [
+            *(_storage_use_count(tensor.untyped_storage()._cdata) for tensor in self.tensors),
+            *(sys.getrefcount(thing) for thing in (*objects, *self.tensors)),
+        ]
 
 
 class StepfastStager(AsyncStager):
-    """Stages for `dcp.async_save`: what it returned for one save is memory for the next, once nobody holds it.
+    """Stages for `dcp.async_save`: what it returned for one save is memory for the next, once nobody holds any of it.
 
     Tensors are plain ones, DTensors and ShardedTensors, of which each rank's own part is copied.
     """
@@ -46,7 +54,7 @@ class StepfastStager(AsyncStager):
     _synchronize_after_execute = False  # when stage() returns, all is copied
 
     def __init__(self) -> None:
-        self._free: list[_Buffers] = []
+        self._made: list[_Buffers] = []  # what is held among it is no memory for the next
         self._lock = Lock()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
@@ -59,14 +67,17 @@ class StepfastStager(AsyncStager):
             buffers = self._take(layout)
             if buffers is None:
                 buffers = _make(layout, leaves, parts)
+                buffers.holds()  # the first look at a storage makes an object of it
+                buffers.unheld = buffers.holds()
             _copy(sources, buffers.tensors)
             staged = [
                 copy.deepcopy(leaf) if of_leaf is None else own
                 for leaf, of_leaf, own in zip(leaves, parts, buffers.leaves, strict=True)
             ]
-            state = _Staged(pytree.tree_unflatten(staged, structure))
-        finalize(state, self._give_back, buffers).atexit = False
-        return state
+            with self._lock:
+                self._made.append(buffers)
+            state: dict[str, Any] = pytree.tree_unflatten(staged, structure)
+            return state
 
     def synchronize_staging(self) -> None:
         """There is nothing left to wait for."""
@@ -74,18 +85,17 @@ class StepfastStager(AsyncStager):
     def close(self) -> None:
         """Lets go of the memory that is free."""
         with self._lock:
-            self._free.clear()
+            self._made.clear()
 
     def _take(self, layout: Any) -> _Buffers | None:
         with self._lock:
-            fitting = next((buffers for buffers in self._free if buffers.layout == layout), None)
-            if fitting is not None:
-                self._free.remove(fitting)
+            free = [buffers for buffers in self._made if buffers.holds() == buffers.unheld]
+            fitting = next((buffers for buffers in free if buffers.layout == layout), None)
+            kept = [buffers for buffers in free if buffers is not fitting][-_MOST_FREE:]
+            # What is held is its holder's, and watched for him to let go, up to that many.
+            held = [buffers for buffers in self._made if all(buffers is not other for other in free)][-_MOST_WATCHED:]
+            self._made = kept + held
             return fitting
-
-    def _give_back(self, buffers: _Buffers) -> None:
-        with self._lock:
-            self._free = [buffers, *self._free][:_MOST_FREE]
 
 
 def _parts(leaf: Any) -> list[torch.Tensor] | None:
@@ -129,6 +139,15 @@ def _make(layout: Any, leaves: Sequence[Any], parts: Sequence[list[torch.Tensor]
         tensors += made
         own.append(_stand_in(leaf, made))
     return _Buffers(layout=layout, tensors=tensors, leaves=own)
+
+
+def _objects(leaf: Any) -> list[Any]:
+    """What can be held of a leaf that stands on buffers."""
+    if isinstance(leaf, DTensor):
+        return [leaf, leaf._local_tensor]
+    if isinstance(leaf, ShardedTensor):
+        return [leaf, *leaf.local_shards()]
+    return [] if leaf is None else [leaf]
 
 
 def _empty(part: torch.Tensor) -> torch.Tensor:
