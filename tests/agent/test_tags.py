@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +17,9 @@ from stepfast.tags import REMEMBERED, Opening, TagBook, TaggedStep, number_in, o
 def opened(
     book: TagBook, tag: str, occurrence: int = 1, *, now: float = 0.0, begins_after: int = -1,
     reports: tuple[RankReport, ...] = (), on_busy: OnBusy = OnBusy.WAIT, interval: float = 0.0, rank: int = 0,
+    **changes: Any,
 ) -> tuple[TagBook, TaggedStep]:  # fmt: skip
-    opening = Opening(tag=tag, occurrence=occurrence, rank=rank, now=now, begins_after=begins_after)
+    opening = Opening(tag=tag, occurrence=occurrence, rank=rank, now=now, begins_after=begins_after, **changes)
     book = TagBook.from_json(
         open_tag(book, opening, reports, on_busy=on_busy, persist_interval_seconds=interval).to_json()
     )
@@ -66,6 +69,42 @@ def test_tag_that_nobody_remembers_is_an_error() -> None:
         book, _ = opened(book, "last", occurrence)
     with pytest.raises(GangError, match="more than 16 tags ago"):
         opened(book, "last", 1)
+
+
+def book_of(count: int) -> TagBook:
+    """Of a rank that has opened so many tags."""
+    book = TagBook()
+    for step in range(1, count + 1):
+        book, _ = opened(book, f"global_step{step}", last_number=step - 2)
+    return book
+
+
+@pytest.mark.parametrize(
+    ("tag", "last_number", "opens_every_tag"),
+    [("global_step1", -1, False), ("global_step2", 0, False), ("global_step1", -1, True), ("best", 0, True)],
+)
+def test_tag_so_old_that_the_book_has_forgotten_it_is_no_new_one(
+    tag: str, last_number: int, opens_every_tag: bool
+) -> None:
+    with pytest.raises(GangError, match="more than 16 tags ago"):
+        opened(book_of(REMEMBERED + 2), tag, rank=1, last_number=last_number, opens_every_tag=opens_every_tag)
+
+
+@pytest.mark.parametrize(
+    ("tag", "last_number", "opens_every_tag"),
+    [("global_step1", 1, True), ("global_step1", 17, False), ("global_step99", -1, False), ("best", -1, False)],
+    ids=["has-opened-what-is-forgotten", "goes-back", "is-ahead", "opens-for-the-first-time"],
+)
+def test_rank_that_is_not_behind_opens_a_new_tag(tag: str, last_number: int, opens_every_tag: bool) -> None:
+    book = book_of(REMEMBERED + 2)
+    _, agreed = opened(book, tag, 2, rank=1, last_number=last_number, opens_every_tag=opens_every_tag)
+    assert agreed.number == REMEMBERED + 2
+
+
+def test_nothing_is_dropped_where_nobody_knows_whose_steps_are() -> None:
+    slow = RankReport(rank=0, step=7, slots=3, persisting=(5,), unpersisted=(5, 6, 7))
+    _, agreed = opened(TagBook(), "tag", reports=(slow, slow), drops=False)
+    assert agreed.drop == ()
 
 
 def test_tag_is_due_once_the_interval_has_passed_since_the_last_that_was() -> None:

@@ -39,12 +39,14 @@ def test_without_an_agent_no_step_is_the_last() -> None:
     assert not Stopping(Alone(), None).is_last(1)
 
 
+@pytest.mark.parametrize("agents", [{0, 1}, {0}, {1}], ids=["agents", "rank-0s-agent", "rank-1s-agent"])
 @pytest.mark.parametrize("told", [0, 1])
-def test_all_ranks_stop_behind_the_same_step(told: int) -> None:
+def test_all_ranks_stop_behind_the_same_step(told: int, agents: set[int]) -> None:
     store = HashStore()
+    told = told if told in agents else next(iter(agents))
 
     def train(rank: int) -> int:
-        link: Any = SimpleNamespace(save_requested=False)
+        link: Any = SimpleNamespace(save_requested=False) if rank in agents else None
         stopping = Stopping(StoreGang(store, rank=rank, world_size=2), link)
         for step in range(1, 10_000):
             if step == 7 and rank == told:
@@ -56,3 +58,15 @@ def test_all_ranks_stop_behind_the_same_step(told: int) -> None:
     with ThreadPoolExecutor(2) as ranks:
         first, second = ranks.map(train, range(2))
     assert first == second >= 7
+
+
+def test_ranks_of_which_none_has_an_agent_do_not_consult() -> None:
+    store = HashStore()
+
+    def ask(rank: int) -> bool:
+        gang = StoreGang(store, rank=rank, world_size=2)
+        gang.consult = None  # type: ignore[assignment, method-assign] # nobody calls it
+        return Stopping(gang, None).is_last(1)
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(ask, range(2))) == [False, False]

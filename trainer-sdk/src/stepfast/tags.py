@@ -51,6 +51,7 @@ class TagBook:
     count: int = 0
     last_step: int = -1
     last_due_time: float | None = None  # seconds since the epoch
+    forgotten_step: int = -1  # the highest of those that are not in `steps` any more
     steps: tuple[TaggedStep, ...] = ()
 
     def to_json(self) -> str:
@@ -75,7 +76,8 @@ class Opening:
     """A rank opens a tag for the `occurrence`th time, at that moment (seconds since the epoch).
 
     `begins_after`: the step that the run goes on from, should this be its first tag. `wanted`: the step that it is to
-    become, if that is ahead; None: the one that the tag names.
+    become, if that is ahead; None: the one that the tag names. `last_number`: of what the rank opened before; -1:
+    nothing. `opens_every_tag`: it opens all that others do. `drops`: steps that are overtaken may be given up.
     """
 
     tag: str
@@ -84,6 +86,9 @@ class Opening:
     now: float
     begins_after: int
     wanted: int | None = None
+    last_number: int = -1
+    opens_every_tag: bool = False
+    drops: bool = True
 
 
 def open_tag(
@@ -103,12 +108,12 @@ def open_tag(
     if book.find(opening.tag, opening.occurrence) is not None:
         return book
     latest = max((step.occurrence for step in book.steps if step.tag == opening.tag), default=0)
-    if opening.occurrence <= latest:
+    if opening.occurrence <= latest or _is_behind(book, opening):
         raise GangError(f"tag {opening.tag!r} was opened by other ranks more than {REMEMBERED} tags ago")
     last = book.last_step if book.count else opening.begins_after
     wanted = opening.wanted if opening.wanted is not None else number_in(opening.tag)
     step = min(MAX_STEP, max(last + 1, wanted if wanted is not None else 0))
-    drop = outrun(reports)
+    drop = outrun(reports) if opening.drops else ()
     save = may_save and (on_busy is OnBusy.WAIT or all(has_room(report, drop) for report in reports))
     due = save and (
         # The only slot is the next save's too: what stays in memory alone would be in its way for ever.
@@ -126,4 +131,17 @@ def open_tag(
         last_step=step,
         last_due_time=opening.now if due else book.last_due_time,
         steps=(*book.steps, agreed)[-REMEMBERED:],
+        forgotten_step=book.steps[0].step if len(book.steps) == REMEMBERED else -1,
     )
+
+
+def _is_behind(book: TagBook, opening: Opening) -> bool:
+    """Whether the tag, which is not in the book, may be one that the book has forgotten.
+
+    Certain where the rank opens every tag. Where it opens some, a tag that names a step tells whether it is an old one.
+    """
+    newest_forgotten = book.count - len(book.steps) - 1
+    if opening.last_number >= newest_forgotten:
+        return False
+    named = opening.wanted if opening.wanted is not None else number_in(opening.tag)
+    return opening.opens_every_tag or (named is not None and named <= book.forgotten_step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,7 @@ DIRECT_NODE = 100_000  # part records of ranks without an agent are numbered fro
 _COMMIT_SECONDS = 600.0
 _WINDOW_CHUNKS = 4
 _OVERLAP_SLOTS = 3
+_GIVEN_UP_KEPT = 100
 _DRAIN_SECONDS = 60.0  # at the end: a device that hangs must not keep the process
 
 
@@ -224,55 +226,73 @@ class DirectSaver:
         self._buffer: MappedSlot | None = None
         self._open: _Open | None = None
         self._unshared: dict[int, Part] = {}  # of files that are stored, by step, until `share`
+        self._given_up: dict[int, str] = {}
+        self._lock = threading.RLock()  # who shares in a step is told in another thread than the one that saves
 
     def save(self, save: Save) -> None:
         """Writes this rank's part, and commits the step when it was the last. Raises StorageError."""
         # All ranks are through with the step before, or they had not agreed on this one.
-        self._try_commit()
-        if self._open is not None and self._open.step not in self._unshared:
-            log.warning("stepfast: step %s is not committed so far: the part of a rank is missing", self._open.step)
-        self._open = None
+        with self._lock:
+            self._try_commit()
+            if self._open is not None and self._open.step not in self._unshared:
+                log.warning("stepfast: step %s is not committed so far: the part of a rank is missing", self._open.step)
+            self._open = None
         saved_time = time.time()
-        if not self._has_part(save.step):
-            part = self._write_file(save, saved_time)
-            if save.sharers == UNKNOWN:
+        part = self._write_file(save, saved_time) if not self._has_part(save.step) else None
+        with self._lock:
+            if part is not None and save.sharers == UNKNOWN:
                 self._unshared[save.step] = part
-            else:
+            elif part is not None:
                 self._write_part(part, save.sharers)
-        stall = time.perf_counter() - save.began
-        leads = self._environment.rank == _first_of(save.sharers, self._environment)
-        self._open = _Open(
-            step=save.step, saved_time=saved_time, stall_seconds=stall, leads=leads,
-            is_shared_by_some=save.sharers not in (EVERY_RANK, UNKNOWN),
-        )  # fmt: skip
-        self._try_commit()
+            stall = time.perf_counter() - save.began
+            leads = self._environment.rank == _first_of(save.sharers, self._environment)
+            self._open = _Open(
+                step=save.step, saved_time=saved_time, stall_seconds=stall, leads=leads,
+                is_shared_by_some=save.sharers not in (EVERY_RANK, UNKNOWN),
+            )  # fmt: skip
+            self._try_commit()
 
     def share(self, step: int, sharers: str) -> None:
         """These ranks have files in a step of which nobody knew it when it was saved. Raises StorageError."""
-        part = self._unshared.pop(step, None)
-        if part is None:
-            return
-        self._write_part(part, sharers)
-        if self._open is not None and self._open.step == step:
-            leads = self._environment.rank == _first_of(sharers, self._environment)
-            self._open = replace(self._open, leads=leads, is_shared_by_some=True)
-            self._try_commit()
-        else:
-            try_commit(self._store, self._folder, step, self._environment.run)
+        with self._lock:
+            part = self._unshared.pop(step, None)
+            if part is None:
+                return
+            self._write_part(part, sharers)
+            if self._open is not None and self._open.step == step:
+                leads = self._environment.rank == _first_of(sharers, self._environment)
+                self._open = replace(self._open, leads=leads, is_shared_by_some=True)
+                self._try_commit()
+            else:
+                try_commit(self._store, self._folder, step, self._environment.run)
+
+    def give_up(self, step: int, reason: str) -> None:
+        """The step will never be whole. Its file is left to whoever sweeps."""
+        with self._lock:
+            self._given_up[step] = reason
+            while len(self._given_up) > _GIVEN_UP_KEPT:
+                del self._given_up[next(iter(self._given_up))]
+            self._unshared.pop(step, None)
+            if self._open is not None and self._open.step == step:
+                self._open = None
 
     def wait_committed(self, step: int, timeout_seconds: float | None) -> None:
         """Until all ranks wrote their part and the step is committed, by whomever. Raises StorageError."""
         deadline, pause = time.monotonic() + (timeout_seconds or _COMMIT_SECONDS), 0.01
         while (manifest := try_commit(self._store, self._folder, step, self._environment.run)) is None:
+            if step in self._given_up:
+                raise CheckpointNotFound(f"step {step} was given up: {self._given_up[step]}")
             if time.monotonic() > deadline:
                 raise StorageUnavailable(f"step {step}: not all ranks wrote their part in time")
             time.sleep(pause)
             pause = min(1.0, pause * 2)
-        self._note(manifest)
+        with self._lock:
+            self._note(manifest)
 
     def close(self) -> None:
         """Takes down a commit that is not known yet; ends the threads."""
-        self._try_commit()
+        with self._lock:
+            self._try_commit()
         self._threads.shutdown()
 
     def _try_commit(self) -> None:

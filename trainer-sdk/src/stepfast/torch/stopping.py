@@ -26,15 +26,20 @@ class Stopping:
         self._gang, self._link = gang, link
         self._next_step, self._stride, self._asked_time = 0, 1, time.monotonic()
         self._is_last = False
+        self._is_told: bool | None = None  # whether an agent may tell any rank to stop; None: not asked yet
 
     def is_last(self, step: int) -> bool:
         """Whether all ranks are to save this step, and to wait behind it. Every rank asks about the same steps, in
         their order, and none of them goes on without rank 0. Raises GangError.
         """
-        if self._link is None or self._is_last or step < self._next_step:
+        if self._is_last or step < self._next_step:
             return self._is_last
-        decision = self._gang.consult(self._report(self._link), lambda reports: self._decide(step, reports))
-        self._gang.publish(self._report(self._link))
+        if self._is_told is None:  # an agent may be each rank's own affair, but whether to consult is not
+            self._is_told = any(self._gang.exchange("stopping", "agent" if self._link is not None else ""))
+        if not self._is_told:
+            return False
+        decision = self._gang.consult(self._report(), lambda reports: self._decide(step, reports))
+        self._gang.publish(self._report())
         self._next_step, self._is_last = decision.next_step, decision.final
         return self._is_last
 
@@ -43,12 +48,12 @@ class Stopping:
         if self._gang.world_size > 1:
             self._stride = next_stride(self._stride, now - self._asked_time)
         self._asked_time = now
-        is_asked = self._link is not None and self._link.save_requested
-        is_last = is_asked or any(report.wants_save for report in reports)
+        is_last = self._report().wants_save or any(report.wants_save for report in reports)
         return Decision(step=step, save=is_last, final=is_last, next_step=step + self._stride, time=now)
 
-    def _report(self, link: AgentLink) -> RankReport:
-        return RankReport(rank=self._gang.rank, wants_save=link.save_requested)
+    def _report(self) -> RankReport:
+        wants_save = self._link is not None and self._link.save_requested
+        return RankReport(rank=self._gang.rank, wants_save=wants_save)
 
 
 def next_stride(stride: int, seconds: float) -> int:
@@ -59,13 +64,12 @@ def next_stride(stride: int, seconds: float) -> int:
 def wait_to_be_stopped(link: AgentLink | None, writer: Writer, step: int) -> None:
     """After a save that was asked for: nothing is trained that would be lost; whoever asked ends the process.
 
-    Raises StorageUnavailable, CheckpointNotFound.
+    A rank without an agent waits as the others do. Raises StorageUnavailable, CheckpointNotFound.
     """
-    if link is None:
-        return
     log.warning("stepfast: step %s is saved on request; waiting to be stopped", step)
     writer.wait_committed(step, _FINAL_WAIT_SECONDS)
-    link.tell(FinalSaved(step=step))
+    if link is not None:
+        link.tell(FinalSaved(step=step))
     threading.Event().wait(_FINAL_WAIT_SECONDS)
 
 

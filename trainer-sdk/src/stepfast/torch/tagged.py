@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -24,6 +25,7 @@ from stepfast.environment import Environment, absolute_storage_uri, read_environ
 from stepfast.errors import (
     AgentError,
     CheckpointDamaged,
+    CheckpointError,
     CheckpointNotFound,
     GangError,
     StorageError,
@@ -34,7 +36,7 @@ from stepfast.messages import Restored, Skipped
 from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
 from stepfast.step import Tier, is_tag
 from stepfast.tags import Opening, TagBook, TaggedStep, open_tag
-from stepfast.torch.attendance import Attendance
+from stepfast.torch.attendance import LAST_SECONDS, Attendance
 from stepfast.torch.branch import SCRATCH as _SCRATCH
 from stepfast.torch.branch import Branch
 from stepfast.torch.claims import claim, give_up
@@ -55,6 +57,7 @@ log = logging.getLogger("stepfast")
 
 _BRANCH, _RESUME = "tags/from", "tags/resume"  # topics of the gang
 _LISTING_SECONDS = 2.0  # how long a storage may take to list on one machine what it lists on another
+_FLUSH_SECONDS = 600.0  # until it is known who shares in a step that somebody waits for
 
 
 class Sharing(StrEnum):
@@ -113,7 +116,12 @@ class OpenTag:
         began = time.perf_counter()
         if self._saved is not None:
             raise ValueError(f"tag {self.tag!r} is committed: {name!r} cannot be put into it any more")
-        self._objects[name] = copied(item) if copy and self._agreed.save else item
+        self._checkpoints.note_put(self._agreed)
+        try:
+            self._objects[name] = copied(item) if copy and self._agreed.save else item
+        except BaseException as error:
+            self._checkpoints.fail(self._agreed, f"{name!r} could not be saved: {type(error).__name__}: {error}")
+            raise
         self._put_seconds += time.perf_counter() - began
 
     def commit(self) -> Saved:
@@ -163,6 +171,9 @@ class TaggedCheckpoints:
         self._named = _Named()
         self._planner = Planner(self._named, self._environment, weights_only=weights_only)
         self._opened: Counter[str] = before._opened if before is not None else Counter()
+        self._last_number: int = before._last_number if before is not None else -1  # of this rank's openings
+        self._reported_step: int | None = None
+        self._published, self._reporters = "", list[str]()
         self._asked: int = before._asked if before is not None else 0
         self._given: int | None = None  # the step to go on from, as this rank was told
         # What is read from then on is not what training goes on from.
@@ -175,7 +186,11 @@ class TaggedCheckpoints:
         )  # fmt: skip
         is_open = sharing is Sharing.WHOEVER_OPENS and self._environment.world_size > 1
         known: Attendance | None = before._attendance if before is not None else None
-        self._attendance: Attendance | None = Attendance(self._gang, self._told_sharers, known) if is_open else None
+        self._attendance = (
+            Attendance(
+                self._gang, self._told_sharers, self._told_given_up, on_look=self._publish, before=known
+            ) if is_open else None
+        )  # fmt: skip
         atexit.register(self._at_exit)
 
     @property
@@ -270,6 +285,7 @@ class TaggedCheckpoints:
         """
         if not is_tag(tag):
             raise ValueError(f"{tag!r} cannot be a tag: give printable text of at most 256 bytes, as global_step500")
+        self._publish()
         occurrence, rank = self._opened[tag] + 1, self._environment.rank
         branch_step = begins_after
         if branch_step is None:  # asked of the gang once: a save is one round trip
@@ -282,7 +298,8 @@ class TaggedCheckpoints:
                 return text
             opening = Opening(
                 tag=tag, occurrence=occurrence, rank=rank, now=time.time(), wanted=step,
-                begins_after=branch_step,
+                begins_after=branch_step, last_number=self._last_number,
+                opens_every_tag=self._sharing is Sharing.EVERY_RANK, drops=self._attendance is None,
             )  # fmt: skip
             return open_tag(
                 book, opening, self._reports(), on_busy=self._environment.on_busy,
@@ -296,7 +313,13 @@ class TaggedCheckpoints:
             raise AssertionError(f"tag {tag!r} is not in the book that rank {rank} put it into")
         if self._attendance is not None:
             self._attendance.open(agreed)
+        self._last_number = agreed.number
         return OpenTag(self, agreed)
+
+    def note_put(self, agreed: TaggedStep) -> None:
+        """Something is put into the step."""
+        if self._attendance is not None:
+            self._attendance.put(agreed)
 
     def commit(self, agreed: TaggedStep, objects: Mapping[str, Any], put_seconds: float) -> Saved:
         """`OpenTag.commit`'s work; `put_seconds`: what it took to put the objects in."""
@@ -315,11 +338,17 @@ class TaggedCheckpoints:
                 sources=sources, began=began, tag=agreed.tag, sharers=self._sharers(),
             )  # fmt: skip
             self._writer.write(save)
+        except BaseException as error:
+            self.fail(agreed, f"{type(error).__name__}: {error}")
+            raise
         finally:
             self._named.objects = {}
-        if self._attendance is not None:
+        if self._writer.has_failed(agreed.step):
+            self.fail(agreed, "its share could not be stored")
+        elif self._attendance is not None:
             self._attendance.commit(agreed)
-        self._gang.tell(f"tags/report/{self._environment.rank}", self._report(agreed.step).to_json())
+        self._reported_step = agreed.step
+        self._publish()
         if self._link is not None:
             self._link.progress(agreed.step, {})
         saved = Saved(self._writer, agreed.step, saved=True, stall_seconds=time.perf_counter() - began)
@@ -337,6 +366,8 @@ class TaggedCheckpoints:
             raise CheckpointNotFound(f"rank {self._environment.rank} has saved no {tag!r}")
         saved = self._newest if tag is None else self._saves[tag]
         if saved is not None and saved.saved:
+            if self._attendance is not None:
+                self._attendance.wait(saved.step, _FLUSH_SECONDS)
             saved.wait(Tier.PERSISTENT)
 
     def _told_sharers(self, step: int, sharers: RankSet) -> None:
@@ -361,8 +392,19 @@ class TaggedCheckpoints:
     def _share(self, step: int, sharers: RankSet) -> None:
         try:
             self._writer.share(step, str(sharers))
-        except StorageError as error:
+        except (StorageError, CheckpointError) as error:
             log.error("stepfast: step %s is not committed: %s", step, error)
+
+    def _told_given_up(self, step: int, reason: str) -> None:
+        log.error("stepfast: step %s is given up by all ranks: %s", step, reason)
+        self._writer.give_up(step, reason)
+
+    def fail(self, agreed: TaggedStep, reason: str) -> None:
+        """No other rank waits for a step that this one cannot save its share of, where it is not every rank's."""
+        if self._attendance is not None:
+            with suppress(GangError):
+                self._attendance.fail(agreed, reason)
+            self._told_given_up(agreed.step, reason)
 
     def _sharers(self) -> str:
         if self._attendance is not None:
@@ -372,14 +414,34 @@ class TaggedCheckpoints:
         return str(RankSet.of([self._environment.rank]))
 
     def _reports(self) -> list[RankReport]:
-        """What the ranks that share in every step last published; nothing while one of them has not yet."""
-        if self._attendance is not None or self._persist_all:
-            return []  # whose they would be is not known yet; or nothing is given up
+        """What the ranks that share in every step last published; nothing while one of them has not yet. Where nobody
+        knows who shares: what all have that have saved so far.
+        """
+        if self._persist_all:
+            return []  # nothing is given up
+        if self._attendance is not None:
+            while (told := self._gang.hear([f"tags/reporter/{len(self._reporters)}"])) is not None:
+                self._reporters += told
+            texts = self._gang.hear([f"tags/report/{rank}" for rank in self._reporters])
+            return [RankReport.from_json(text) for text in texts or ()]
         ranks = range(self._environment.world_size)
         if self._sharing is Sharing.THIS_RANK:
             ranks = range(self._environment.rank, self._environment.rank + 1)
         texts = self._gang.hear([f"tags/report/{rank}" for rank in ranks])
         return [RankReport.from_json(text) for text in texts or ()]
+
+    def _publish(self) -> None:
+        """Tells what this rank holds, once it has saved something, if that is news."""
+        step, rank = self._reported_step, self._environment.rank
+        if step is None:
+            return
+        report = self._report(step).to_json()
+        if report == self._published:
+            return
+        is_first, self._published = not self._published, report
+        self._gang.tell(f"tags/report/{rank}", report)
+        if is_first and self._attendance is not None:
+            self._gang.tell(f"tags/reporter/{self._gang.count('tags/reporters') - 1}", str(rank))
 
     def _report(self, step: int) -> RankReport:
         agent = self._writer.agent
@@ -562,7 +624,11 @@ class TaggedCheckpoints:
         """Waits until the newest step is committed, and says goodbye. Raises StorageUnavailable."""
         if self._closed:
             return
+        began = time.monotonic()
         try:
+            if self._attendance is not None:
+                self._attendance.close(min(timeout_seconds, LAST_SECONDS))
+                timeout_seconds = max(0.0, timeout_seconds - (time.monotonic() - began))
             if self._newest is not None and self._newest.saved:
                 self._newest.wait(Tier.PERSISTENT, timeout_seconds)
         finally:
@@ -576,7 +642,10 @@ class TaggedCheckpoints:
         atexit.unregister(self._at_exit)
         self._steps.close()
         if self._attendance is not None:
-            self._attendance.close()
+            self._attendance.close(has_failed=hasattr(sys, "last_value"))
+        if self._published:
+            with suppress(GangError):  # who has ended keeps nothing that others would wait for
+                self._gang.tell(f"tags/report/{self._environment.rank}", RankReport(rank=-1).to_json())
         self._writer.close()
 
     def _at_exit(self) -> None:

@@ -51,6 +51,7 @@ class Writer:
         self._direct: DirectSaver | None = None
         self._store: Store | None = None
         self._direct_saves: dict[int, StorageError | None] = {}  # steps that went straight to the storage, newest last
+        self._given_up: dict[int, str] = {}  # steps of which some rank's share will never be there, and why
 
     @property
     def store(self) -> Store:
@@ -91,6 +92,16 @@ class Writer:
         elif self._link is not None:
             self._link.share(step, sharers)
 
+    def give_up(self, step: int, reason: str) -> None:
+        """The step will never be whole: nobody waits for it, and its memory is used again."""
+        self._given_up[step] = reason
+        while len(self._given_up) > _OUTCOMES_KEPT:
+            del self._given_up[next(iter(self._given_up))]
+        if self._direct is not None:
+            self._direct.give_up(step, reason)
+        if self._link is not None:
+            self._link.give_up(step)
+
     def has_failed(self, step: int) -> bool:
         """Whether the step was to go straight to the storage, and did not get there."""
         return self._direct_saves.get(step) is not None
@@ -113,6 +124,14 @@ class Writer:
 
     def wait_committed(self, step: int, timeout_seconds: float | None) -> None:
         """Until the step is committed. Raises StorageUnavailable, CheckpointNotFound (dropped or given up)."""
+        try:
+            self._wait_committed(step, timeout_seconds)
+        except CheckpointNotFound as error:
+            if step in self._given_up:
+                raise CheckpointNotFound(f"step {step} was given up: {self._given_up[step]}") from error
+            raise
+
+    def _wait_committed(self, step: int, timeout_seconds: float | None) -> None:
         began = time.monotonic()
         self.wait_staged(step, timeout_seconds)
         if timeout_seconds is not None:
