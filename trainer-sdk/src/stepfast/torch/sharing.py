@@ -2,7 +2,7 @@
 
 Tensors that overlap in memory are saved once: the largest contiguous one of them that covers the others, or else the
 covered span of their storage as plain bytes. The others are described as views of it, so that what was tied is tied
-again after restore.
+again after restore. A tensor that overlaps itself, as an expanded one does, is a view of its span, too.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _place(cluster: list[int], tensors: Sequence[torch.Tensor], names: Sequence[
     whole = [i for i in cluster if spans[i] == (low, high) and tensors[i].is_contiguous() and is_plain(tensors[i])]
     if any((spans[i][0] - low) % tensors[i].element_size() for i in cluster):
         whole = []  # a view of another width would not begin on one of its own elements
-    if len(cluster) == 1 or whole:
+    if whole or (len(cluster) == 1 and not _overlaps_itself(tensors[cluster[0]])):
         main = whole[0] if whole else cluster[0]
         tensor = tensors[main]
         found.bases.append(
@@ -177,6 +177,14 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (reach + 1) * tensor.element_size()
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements are the same bytes."""
+    if tensor.numel() == 0 or not is_plain(tensor):
+        return False
+    begin, end = span(tensor)
+    return tensor.numel() * tensor.element_size() > end - begin
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
