@@ -328,3 +328,89 @@ def test_steps_are_given_up_when_the_thread_fails(ranks: Any, until: Any, monkey
     first.save(agreed_on(1))
     assert first.given_up[101] == "RuntimeError: unforeseen"
     assert "has failed" in caplog.text
+
+
+# ---------------------------------------------------------------- scripts for Nebula
+
+NEBULA = """
+import faulthandler, sys, torch, torch.distributed as dist
+import stepfast.nebula as nm
+faulthandler.dump_traceback_later(100, exit=True)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+"""
+
+
+def committed(launcher: Any) -> dict[int, list[int]]:
+    """The ranks of each committed step."""
+    store = open_store(launcher.bench.storage.as_uri())
+    folder = job_folder(launcher.bench.job)
+    steps = [found.step for found in catalog.committed_steps(store, folder)]
+    found = {step: sorted(file.rank for file in catalog.verify_step(store, folder, step)) for step in steps}
+    store.close()
+    return found
+
+
+def test_rank_0s_save_is_flushed_where_training_uses_another_group(launcher: Any, start_agent: Any) -> None:
+    finished = launcher.run(
+        NEBULA
+        + """
+nm.init(persistent_time_interval=0)
+group = dist.new_group([0, 1])
+dist.barrier()
+if rank == 0:
+    nm.Checkpoint("global_step1", 1).save("x", 1)
+    nm.flush_persistence()
+    print("FLUSHED", flush=True)
+dist.all_reduce(torch.ones(1), group=group)
+""",
+        ranks=2,
+        agent=start_agent(),
+    )
+    assert finished.code == 0, finished.output
+    assert "FLUSHED" in finished.output
+    assert committed(launcher) == {1: [0]}
+
+
+def test_flush_returns_where_rank_0_alone_makes_checkpoints(launcher: Any, start_agent: Any) -> None:
+    finished = launcher.run(
+        NEBULA
+        + """
+if rank == 0:
+    nm.init(persistent_time_interval=0)
+    nm.Checkpoint("global_step1", 1).save("x", 1)
+    nm.flush_persistence()
+dist.barrier()
+""",
+        ranks=2,
+        agent=start_agent(),
+    )
+    assert finished.code == 0, finished.output
+    assert committed(launcher) == {1: [0]}
+
+
+def test_rank_that_could_not_save_keeps_no_other_waiting(launcher: Any, start_agent: Any) -> None:
+    finished = launcher.run(
+        NEBULA
+        + """
+from stepfast.errors import CheckpointNotFound, StateUnsupported
+nm.init(persistent_time_interval=0)
+dist.barrier()
+try:
+    nm.Checkpoint("global_step1", 1).save("x", (lambda: 1) if rank == 0 else 1)
+except StateUnsupported:
+    pass  # training is worth more than this checkpoint
+try:
+    nm.flush_persistence()
+except CheckpointNotFound as error:
+    print(error, flush=True)
+dist.barrier()
+nm.Checkpoint("global_step2", 1).save("x", 1)
+dist.barrier()
+""",
+        ranks=2,
+        agent=start_agent(),
+    )
+    assert finished.code == 0, finished.output
+    assert "step 1 is given up by all ranks: rank 0: 'x' could not be saved" in finished.output
+    assert committed(launcher) == {2: [0, 1]}
