@@ -186,7 +186,7 @@ class TaggedCheckpoints:
         )  # fmt: skip
         is_open = sharing is Sharing.WHOEVER_OPENS and self._environment.world_size > 1
         known: Attendance | None = before._attendance if before is not None else None
-        self._attendance = (
+        self._attendance: Attendance | None = (
             Attendance(
                 self._gang, self._told_sharers, self._told_given_up, on_look=self._publish, before=known
             ) if is_open else None
