@@ -1,8 +1,11 @@
 """Files that say which step of the job is meant, in the place of a framework's checkpoints.
 
 Such a pointer is a file of that name in the checkpoint's folder, or, where the framework writes one file, that file.
-The framework's own rules go on working with these: what it removes is removed as a step, once what is newer is
+The framework's own rules go on working with these: what it removes is removed as a step, once what was saved last is
 committed and never before; on a disk that has seen nothing of the job they are made again.
+
+A pointer means the step that it names: of its job, in its storage, with its tag. A number alone is none, since what is
+lost with its attempt leaves its number to another step.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from stepfast.errors import StepfastError
+from stepfast.errors import CheckpointNotFound, StepfastError
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import TaggedCheckpoints
 from stepfast.torch.writer import Saved
@@ -35,7 +38,7 @@ def has_pointer(path: Any) -> bool:
 
 
 def read_pointer(path: Any) -> dict[str, Any] | None:
-    """What the pointer at that path says: `step`, `tag` and `job`; None for a path that stands for no step."""
+    """What the pointer at that path says: `step`, `tag`, `job`, and `storage`; None for a path that stands for none."""
     file = _file_of(Path(path))
     try:
         if file.stat().st_size > _POINTER_BYTES:
@@ -43,7 +46,7 @@ def read_pointer(path: Any) -> dict[str, Any] | None:
         about = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    kinds = {"step": int, "tag": str, "job": str}
+    kinds = {"step": int, "tag": str, "job": str, "storage": str}
     is_one = isinstance(about, dict) and all(isinstance(about.get(key), kind) for key, kind in kinds.items())
     return about if is_one else None
 
@@ -95,11 +98,17 @@ class Pointers:
 
     def find(self, path: Any, tag: str) -> CommittedStep | None:
         """The committed step that the path stands for; of one that was lost with its attempt, or of a pointer that is
-        gone, the newest of that tag. Raises StorageError.
+        gone, the newest of that tag. Raises CheckpointNotFound for another job's, StorageError.
         """
         pointer = read_pointer(path)
+        if pointer is not None and not self._is_ours(pointer):
+            raise CheckpointNotFound(
+                f"{path} stands for step {pointer['step']} ({pointer['tag']}) of the job {pointer['job']} in "
+                f"{pointer['storage']}, not of {self.checkpoints.environment.job} in "
+                f"{self.checkpoints.environment.storage_uri}: export it in that job, and load what that writes"
+            )
         steps = self.checkpoints.steps()
-        exact = [found for found in steps if pointer is not None and found.step == pointer["step"]]
+        exact = [found for found in steps if pointer is not None and _names(pointer, found)]
         tagged = [found for found in steps if found.tag == tag]
         chosen = exact or tagged
         return chosen[-1] if chosen else None
@@ -116,11 +125,12 @@ class Pointers:
                 wanted.setdefault(path.absolute(), []).append(found)
         for path in present:
             pointer = None if path.is_symlink() or path.absolute() in wanted else read_pointer(path)
-            if pointer is not None and pointer["job"] == str(self.checkpoints.environment.job):
+            if pointer is not None and self._is_ours(pointer):
                 remove_pointer(path)
         for path, steps in wanted.items():
             self._steps[path] = [found.step for found in steps]
-            if (read_pointer(path) or {}).get("step") != steps[-1].step:
+            pointer = read_pointer(path)
+            if pointer is None or not self._is_ours(pointer) or not _names(pointer, steps[-1]):
                 try:
                     self.point(path, steps[-1].step, steps[-1].tag)
                 except OSError as error:
@@ -134,20 +144,18 @@ class Pointers:
     def remove(self, path: Any, tag: str) -> None:
         """Has the path stand for nothing: its step goes as `sweep` says. Rank 0 calls it. Raises StorageError."""
         pointer = read_pointer(path)
-        if pointer is None:  # on a disk that has not seen it
-            found = self.find(path, tag)
-            step = None if found is None else found.step
-        else:
-            step = pointer["step"]
         steps = self._steps.setdefault(Path(path).absolute(), [])
-        if step is not None and step not in steps:
-            steps.append(step)
+        is_known = pointer is not None and pointer["step"] in steps  # else to find it takes until all is committed
+        if not is_known and (pointer is None or self._is_ours(pointer)):
+            found = self.find(path, tag)
+            if found is not None and found.step not in steps:
+                steps.append(found.step)
         remove_pointer(path)
         self.sweep()
 
     def sweep(self) -> None:
-        """Removes what is of no more use: steps whose pointer is gone, and all but the newest of each path. What is
-        newest of all stays until a newer one is committed. Rank 0 calls it.
+        """Removes what is of no more use: steps whose pointer is gone, and all but the newest of each path, each of
+        them once what this rank saved last is committed. Rank 0 calls it.
         """
         for path, steps in list(self._steps.items()):
             kept = steps[-1:] if has_pointer(path) else []
@@ -164,6 +172,10 @@ class Pointers:
         if newest is not None and newest.saved and not self.checkpoints.is_closed:
             newest.wait()
         wait(self._removals)
+
+    def _is_ours(self, pointer: Mapping[str, Any]) -> bool:
+        environment = self.checkpoints.environment
+        return (pointer["job"], pointer["storage"]) == (str(environment.job), environment.storage_uri)
 
     def _later(self, step: int) -> None:
         if self._newest is None:  # nothing that this process saves has to be there first
@@ -183,6 +195,10 @@ class Pointers:
             self.checkpoints.remove(step)
         except StepfastError as error:
             log.warning("stepfast: step %s was not removed: %s", step, error)
+
+
+def _names(pointer: Mapping[str, Any], found: CommittedStep) -> bool:
+    return (pointer["step"], pointer["tag"]) == (found.step, found.tag)
 
 
 def _file_of(path: Path) -> Path:
