@@ -11,7 +11,9 @@ import torch
 
 from stepfast.environment import read_environment
 from stepfast.errors import CheckpointNotFound
-from stepfast.integrations.pointers import Pointers
+from stepfast.integrations.pointers import Pointers, Scope, path_of, tag_of
+from stepfast.step import is_tag
+from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import Sharing, TaggedCheckpoints
 
 Begin = Callable[..., Pointers]
@@ -86,3 +88,46 @@ def test_pointers_of_another_storage_are_not_taken_for_lost_ones(begin: Begin) -
     save(pointers, "ours", 7)
     begin().make_again(lambda found: Path(found.tag), [Path("theirs"), Path("ours")])
     assert os.path.exists("theirs/stepfast.json")
+
+
+@pytest.mark.parametrize(
+    "path", ["a.ckpt", "folder/a.ckpt", "checkpoint-4", "../folder/a", "f" * 300 + "/a", "f" * 300 + "/" + "a" * 300]
+)
+def test_every_path_has_a_tag_of_its_own_that_leads_back_to_it(path: str) -> None:
+    tag = tag_of(path)
+    assert is_tag(tag)
+    others = ["other/a", "b", "f" * 301 + "/a", "f" * 300 + "/b"]
+    assert tag not in map(tag_of, others)
+    folder, name = os.path.split(path)
+    if len(path) < 300:
+        assert os.path.normpath(path_of(tag) or "") == path
+    if len(name) < 300:
+        assert path_of(tag, folder=folder) == Path(path)
+    assert path_of(tag, folder="elsewhere") is None
+
+
+def named(*tags: str) -> list[CommittedStep]:
+    return [
+        CommittedStep(step=number, size_bytes=1, saved_time=1, committed_time=1, tag=tag)
+        for number, tag in enumerate(tags)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tags", "folder", "own"),
+    [
+        (["one/checkpoint-2", "two/checkpoint-2", "one/last", "one"], "one", [0]),
+        (["one/two/checkpoint-2", "two/checkpoint-2"], "two", [1]),
+        (["checkpoint-2", "checkpoint-4", "last"], "one", [0, 1]),
+        (["checkpoint-2", "one/checkpoint-4"], "one", [0, 1]),
+        (["checkpoint-2", "one/checkpoint-4"], "two", []),
+        (["./checkpoint-2"], "one", []),
+        (["./checkpoint-2"], ".", [0]),
+        (["checkpoint_2", "one/checkpoint_4"], "one", []),
+    ],
+    ids=["two", "nested", "old", "old-and-new", "old-of-two", "here", "in-here", "accelerate"],
+)
+def test_a_trainer_has_the_numbered_steps_of_its_folder(tags: list[str], folder: str, own: list[int]) -> None:
+    found = Scope(Path(folder), "checkpoint-").own(named(*tags))
+    assert [step.step for step, _ in found] == own
+    assert all(path.parent == Path(folder) for _, path in found)

@@ -8,11 +8,12 @@ said when the job's `TaggedCheckpoints` is made (`Sharing`).
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
@@ -331,17 +332,24 @@ class TaggedCheckpoints:
         self.flush()
         return self._steps.steps()
 
-    def latest(self) -> CommittedStep | None:
+    def latest(
+        self, choose: Callable[[Sequence[CommittedStep]], CommittedStep | None] | None = None, *, trainer: str = ""
+    ) -> CommittedStep | None:
         """The step to go on from: the newest of this run; before its first, the one that the launcher named, or else
         the newest that is committed, the same on all ranks. Raises StorageError.
+
+        `choose`: which of those up to there, oldest first, a trainer of the job goes on from; `trainer`: its name.
         """
         steps = self.steps()
+        choose = choose if choose is not None else _newest
         if self._has_opened():
-            return steps[-1] if steps else None
+            return choose(steps)
         named = self._environment.resume_step
         # Whoever launched us says 0 for "from scratch"; a step 0 may have been saved nevertheless.
-        mine = max((found.step for found in steps if named is None or found.step <= named), default=_SCRATCH)
-        agreed = int(self._gang.update("tags/resume", lambda known: known or str(mine)))
+        chosen = choose([found for found in steps if named is None or found.step <= named])
+        mine = _SCRATCH if chosen is None else chosen.step
+        topic = f"tags/resume/{hashlib.sha256(trainer.encode()).hexdigest()}" if trainer else "tags/resume"
+        agreed = int(self._gang.update(topic, lambda known: known or str(mine)))
         return next((found for found in steps if found.step == agreed), None)
 
     def find(self, tag: str) -> CommittedStep | None:
@@ -445,6 +453,10 @@ class TaggedCheckpoints:
 
     def _at_exit(self) -> None:
         self._end()
+
+
+def _newest(steps: Sequence[CommittedStep]) -> CommittedStep | None:
+    return steps[-1] if steps else None
 
 
 __all__ = ["OpenTag", "Sharing", "TaggedCheckpoints"]
