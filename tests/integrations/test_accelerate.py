@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +124,112 @@ def test_ranks_that_do_not_see_each_other_are_told_so(runs: Any, tmp_path: Path)
     (tmp_path / "train.py").write_text(ALONE)
     runs.run("--nproc-per-node", "2", "train.py")
     assert runs.log.count("refused: the job has 2 ranks, of which Accelerate sees 1") == 2, runs.log[-3000:]
+
+
+MAIN_ALONE = """
+import os, torch
+from stepfast.integrations.accelerate import StepfastAccelerator
+accelerator = StepfastAccelerator(cpu=True)
+if accelerator.is_main_process:
+    accelerator.log({"lr": 0.1}, step=0)
+try:
+    accelerator.export("a", "b")
+except Exception as error:
+    print(type(error).__name__, flush=True)
+accelerator.prepare(torch.nn.Linear(2, 2))
+if accelerator.is_main_process:
+    accelerator.log({"lr": 0.1}, step=0)
+print("gathered", accelerator.gather(torch.tensor([accelerator.process_index])).tolist(), flush=True)
+"""
+
+
+def test_what_the_main_process_does_alone_waits_for_no_other(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MAIN_ALONE)
+    runs.run("--nproc-per-node", "2", "train.py")
+    assert runs.log.count("CheckpointNotFound") == 1, runs.log[-3000:]
+    assert runs.log.count("gathered [0, 1]") == 2, runs.log[-3000:]
+
+
+PROJECTS = """
+import os, signal, sys, torch
+from accelerate.utils import ProjectConfiguration
+from stepfast.integrations.accelerate import StepfastAccelerator
+
+class Project:
+    def __init__(self, folder):
+        project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=3)
+        self.folder, self.accelerator = folder, StepfastAccelerator(cpu=True, project_config=project)
+        model = torch.nn.Linear(4, 2)
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    def save(self, count):
+        for _ in range(count):
+            self.accelerator.backward(self.model(torch.rand(3, 4)).sum())
+            self.optimizer.step(); self.optimizer.zero_grad()
+            self.accelerator.save_state()
+
+    @property
+    def states(self):
+        return sorted(os.listdir(f"{self.folder}/checkpoints"))
+"""
+
+KILLED = """
+from projects import *
+project = Project("out")
+accelerator = project.accelerator
+def hook(models, weights, folder):
+    with open(os.path.join(folder, "config.json"), "w") as file:
+        file.write("{}")
+    if folder.endswith("checkpoint_2") and sys.argv[1] == "1":
+        accelerator._folders.finish()
+        os.mkdir("out/checkpoints/checkpoint_3")  # and this one before anything was in it
+        os.kill(os.getpid(), signal.SIGKILL)
+accelerator.register_save_state_pre_hook(hook)
+if accelerator.latest_checkpoint() is not None:
+    accelerator.load_state()
+    assert project.states == ["checkpoint_0", "checkpoint_1"], project.states
+project.save(4 - accelerator._steps)
+accelerator.end_training()
+assert project.states == ["checkpoint_1", "checkpoint_2", "checkpoint_3"], project.states
+"""
+
+TWO = """
+from projects import *
+one, two = Project("one"), Project("two")
+one.save(2)
+assert two.accelerator.latest_checkpoint() is None
+two.save(3)
+one.accelerator.load_state("one/checkpoints/checkpoint_0")  # back, and on from there
+one.save(1)
+assert one.states == ["checkpoint_0", "checkpoint_1", "checkpoint_2"], one.states
+assert two.states == ["checkpoint_0", "checkpoint_1", "checkpoint_2"], two.states
+assert one.accelerator.latest_checkpoint() == "one/checkpoints/checkpoint_2"
+weight = one.model.weight.clone()
+two.accelerator.load_state()
+one.accelerator.load_state()
+assert weight.equal(one.model.weight) and not weight.equal(two.model.weight)
+"""
+
+
+def attempt(folder: Path, script: str, number: int) -> subprocess.CompletedProcess[str]:
+    (folder / "projects.py").write_text(PROJECTS)
+    (folder / "train.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, "train.py", str(number)],
+        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_a_state_that_was_killed_as_it_was_saved_is_saved_by_the_next_attempt(tmp_path: Path) -> None:
+    killed = attempt(tmp_path, KILLED, 1)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+    done = attempt(tmp_path, KILLED, 2)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_projects_of_a_process_save_each_its_own_states_and_go_back_to_older_ones(tmp_path: Path) -> None:
+    done = attempt(tmp_path, TWO, 1)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 EXPORT = """

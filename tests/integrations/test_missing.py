@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from stepfast.integrations.missing import missing
+
 IMPORT = """
 import sys
 for name in sys.argv[2].split(","):
@@ -31,6 +33,15 @@ def test_a_missing_framework_is_named(module: str, hidden: str, package: str) ->
     command = [sys.executable, "-c", IMPORT, f"stepfast.integrations.{module}", hidden]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"pip install {package}\n" in said
+
+
+def test_a_framework_that_is_too_old_or_broken_is_not_said_to_be_missing() -> None:
+    for error in (ImportError("cannot import name 'X'"), ModuleNotFoundError("No module named 'y'", name="y")):
+        said = str(missing("transformers[torch]", error))
+        assert "is not installed" not in said
+        assert str(error) in said
+    error = ModuleNotFoundError("No module named 'transformers'", name="transformers")
+    assert "is not installed: pip install transformers[torch]" in str(missing("transformers[torch]", error))
 
 
 def test_the_sdk_imports_no_framework() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -183,6 +185,122 @@ def test_exported_checkpoint_is_read_by_the_plain_framework(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "CheckpointNotFound: global step 7 is not committed: checkpoint-5" in done.stdout, done.stdout
+
+
+# Several launches of one job without a launcher, each with more to train; an argument says what each begins with.
+LAUNCHES = """
+import json, os, sys
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from stepfast.integrations.transformers import StepfastTrainerMixin
+
+class MyTrainer(StepfastTrainerMixin, Trainer):
+    batches = 0
+    def training_step(self, *args, **kwargs):
+        self.batches += 1
+        return super().training_step(*args, **kwargs)
+    def evaluate(self, *args, **kwargs):
+        return super().evaluate(*args, **kwargs) | {"eval_nearness": -abs(self.state.global_step - 2)}
+
+def make(folder, steps, **more):
+    torch.manual_seed(len(folder))
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(32, (24, 8))]
+    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    args = TrainingArguments(**{
+        "output_dir": folder, "use_cpu": True, "per_device_train_batch_size": 4, "max_steps": steps, "save_steps": 2,
+        "save_total_limit": 1, "report_to": [], "disable_tqdm": True, **more,
+    })
+    return MyTrainer(model=GPT2LMHeadModel(config), args=args, train_dataset=data, eval_dataset=data[:4])
+
+def folders(folder):
+    return sorted(name for name in os.listdir(folder) if name.startswith("checkpoint"))
+
+def tags(trainer):
+    return sorted(found.tag for found in trainer.checkpoints.steps())
+"""
+
+FOLDS = """
+from launches import *
+one, two = make("one", 4), make("second", 4)
+for trainer in (one, two):
+    trainer.train()
+    assert trainer.batches == 4, trainer.batches
+assert not torch.equal(one.model.lm_head.weight, two.model.lm_head.weight)
+assert tags(one) == ["one/checkpoint-4", "second/checkpoint-4"], tags(one)
+assert folders("one") == folders("second") == ["checkpoint-4"]
+anew, again = make("one", 4), make("one", 6)
+anew.train()
+again.train(resume_from_checkpoint=True)
+assert (anew.batches, again.batches) == (4, 2)
+assert tags(again) == ["one/checkpoint-6", "second/checkpoint-4"], tags(again)
+
+weights = make("weights", 2, save_only_model=True)
+weights.train()
+try:
+    make("weights", 4).train(resume_from_checkpoint=True)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+begun = make("weights", 4)
+begun.train(resume_from_checkpoint="weights/checkpoint-2")  # as it was asked for
+assert begun.batches == 2
+with open("one/checkpoint-6/stepfast.json", "r+") as file:
+    text = file.read().replace("local/train", "local/other")
+    file.seek(0); file.write(text)
+try:
+    make("one", 8).train(resume_from_checkpoint="one/checkpoint-6")
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def launch(folder: Path, script: str, **environment: str) -> str:
+    """Runs it in that folder, as the job `train`; what it has printed."""
+    (folder / "launches.py").write_text(LAUNCHES)
+    (folder / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_trainers_of_one_process_train_each_its_own_and_go_on_from_what_is_whole(tmp_path: Path) -> None:
+    told = launch(tmp_path, FOLDS)
+    assert "CheckpointNotFound: step" in told
+    assert "(weights/checkpoint-2) has weights alone, by save_only_model" in told
+    assert "CheckpointNotFound: one/checkpoint-6 stands for step" in told
+    assert "of the job local/other" in told
+
+
+NAMED = """
+from launches import *
+best = dict(
+    eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, metric_for_best_model="nearness",
+    greater_is_better=True, save_total_limit=2,
+)
+asked, steps = json.loads(os.environ["ASKED"])
+trainer = make("out", steps, **best)
+trainer.train(resume_from_checkpoint=asked)
+best = os.path.basename(trainer.state.best_model_checkpoint)
+print(json.dumps([trainer.batches, folders("out"), best, tags(trainer)]))
+"""
+
+
+def test_named_folder_keeps_the_best_and_removes_what_is_too_many_on_an_empty_disk(tmp_path: Path) -> None:
+    def train(asked: str | bool | None, steps: int, **environment: str) -> Any:
+        told = launch(tmp_path, NAMED, ASKED=json.dumps([asked, steps]), **environment)
+        return json.loads(told.splitlines()[-1])
+
+    def kept(last: int) -> list[Any]:
+        names = ["checkpoint-2", f"checkpoint-{last}"]
+        return [names, "checkpoint-2", [f"out/{name}" for name in names]]
+
+    assert train(None, 4) == [4, *kept(4)]
+    shutil.rmtree(tmp_path / "out")
+    assert train("out/checkpoint-4", 8) == [4, *kept(8)]
+    # From scratch, and killed since: what was trained since stays.
+    assert train(False, 9, STEPFAST_SETTINGS='{"interruptions": 1}') == [1, *kept(9)]
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers" / "train.py"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,26 @@ import torch
 from stepfast.errors import CheckpointNotFound, StateUnsupported
 from stepfast.integrations.epochs import Epochs
 from stepfast.integrations.missing import missing
-from stepfast.integrations.pointers import POINTER, Pointers, has_pointer, number_at_end, write_file
+from stepfast.integrations.pointers import (
+    POINTER,
+    Pointers,
+    Scope,
+    has_pointer,
+    number_at_end,
+    path_of,
+    remove_pointer,
+    tag_of,
+    write_file,
+)
 from stepfast.integrations.process import check_together, checkpoints_of_process
-from stepfast.step import is_tag
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import OpenTag, TaggedCheckpoints
 
 try:
-    import accelerate.checkpointing
-    from accelerate import Accelerator
+    from accelerate import Accelerator, checkpointing
     from accelerate.utils import save as save_as_accelerate
-except ModuleNotFoundError as error:
-    raise missing("accelerate") from error
+except ImportError as error:
+    raise missing("accelerate", error) from error
 
 EPOCHS, STEPS, FILES = "stepfast.epochs", "stepfast.steps", "files/"  # beside what Accelerate saves
 _CUSTOM = "custom_checkpoint_"
@@ -52,7 +60,7 @@ _swapping = threading.Lock()
 
 
 class StepfastAccelerator(Accelerator):
-    """Accelerate's, with the same arguments; its states are steps of the job. Every rank saves and loads.
+    """Accelerate's, with the same arguments; its states are steps of the job. Every rank prepares, saves and loads.
 
     The job's status shows the loss at each `backward`, and what is given to `log` with a step.
     """
@@ -72,7 +80,7 @@ class StepfastAccelerator(Accelerator):
         """The folder of the step that the job goes on from, for `load_state`, made again where the disk is empty; None
         when there is none. Every rank calls it. Raises StorageError.
         """
-        found = self.checkpoints.latest()
+        found = self._latest()
         return None if found is None else str(self._point(found))
 
     def is_last_step(self) -> bool:
@@ -89,9 +97,9 @@ class StepfastAccelerator(Accelerator):
         """As Accelerate's; returns when the state is staged in memory. Raises StateUnsupported."""
         self._check_supported()
         folders, folder = self._begun(), self._folder_to_save(output_dir)
-        opened = folders.checkpoints.open(self._tag_of(folder), step=self._steps or number_at_end(folder.name))
+        opened = folders.checkpoints.open(tag_of(folder), step=self._steps or number_at_end(folder.name))
         before = _files(folder) if self._save_model_state_pre_hook else None
-        with _ours(save=functools.partial(self._save, opened)):
+        with _ours(save=functools.partial(self._save, opened)), self._pointing_first(folder, opened):
             super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
         if before is not None:
             self._put_files(opened, folder, before)
@@ -117,16 +125,23 @@ class StepfastAccelerator(Accelerator):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
             return
         found = self._find(input_dir)
-        folder = self._point(found)
+        folder = self._point(found, input_dir)
         self._lay_out(found, folder)
         with _ours(load=functools.partial(self._load, found, self._rng_of(found))):
             super().load_state(str(folder), load_kwargs, **load_model_func_kwargs)
         self._steps = self.checkpoints.load(found.step, STEPS)
         if EPOCHS in self.checkpoints.names(found.step):
             self._epochs.restore(self.checkpoints.load(found.step, EPOCHS), self._dataloaders, self._models)
-        number = number_at_end(folder.name)
-        if self.project_configuration.automatic_checkpoint_naming and number is not None:
-            self.project_configuration.iteration = number + 1
+        automatic = self._automatic_folder()
+        if automatic is not None:  # Accelerate saves into no folder that there is
+            numbers = [number_at_end(path.name) for path in automatic.glob("*")]
+            taken = [number for number in numbers if number is not None]
+            self.project_configuration.iteration = max(taken, default=-1) + 1
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's. Every rank calls it, and joins the job with it, should none of them have done so before."""
+        self._begun()
+        return super().prepare(*args, **kwargs)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super().prepare_data_loader(*args, **kwargs)
@@ -140,7 +155,9 @@ class StepfastAccelerator(Accelerator):
             self.checkpoints.progress(self._steps, {"loss": loss.detach()})
 
     def log(self, values: Mapping[str, Any], step: int | None = None, *args: Any, **kwargs: Any) -> None:
-        self.checkpoints.progress(self._steps, values)
+        # The main process alone may log, and before the ranks have joined the job it would wait for the others.
+        if self._folders is not None and not self._folders.checkpoints.is_closed:
+            self._folders.checkpoints.progress(self._steps, values)
         super().log(values, step, *args, **kwargs)
 
     def end_training(self) -> None:
@@ -153,8 +170,9 @@ class StepfastAccelerator(Accelerator):
 
     def export(self, checkpoint: str, folder: str | os.PathLike[str]) -> None:
         """Writes the state that was saved in the folder `checkpoint` as Accelerate would have, for any Accelerator's
-        `load_state`. Rank 0 does it; to other ranks it is nothing. Raises CheckpointNotFound, StorageError.
+        `load_state`. Rank 0 does it; other ranks only join the job. Raises CheckpointNotFound, StorageError.
         """
+        self._begun()
         if not self.is_main_process:
             return
         found = self._find(checkpoint)
@@ -178,10 +196,36 @@ class StepfastAccelerator(Accelerator):
         if self._folders is None or self._folders.checkpoints.is_closed:
             self._folders = Pointers(checkpoints_of_process())
             if self.is_local_main_process:
-                automatic = self._automatic_folder()
-                self._folders.make_again(self._folder_of, () if automatic is None else automatic.glob("*"))
+                self._make_folders_again(self._folders)
             self.wait_for_everyone()
         return self._folders
+
+    def _make_folders_again(self, folders: Pointers) -> None:
+        scope = self._scope()
+        if scope is None:
+            folders.make_again(lambda found: path_of(found.tag), ())
+            return
+        own = {found.step: path for found, path in scope.own(folders.checkpoints.steps())}
+        folders.make_again(lambda found: own.get(found.step), scope.folder.glob("*"))
+        last = max((number_at_end(path.name) or 0 for path in own.values()), default=-1)
+        for path in scope.folder.glob(f"{_AUTOMATIC}*"):
+            # Killed before it stood for a step. Where a state is to be saved Accelerate suffers no folder.
+            is_begun = path.is_dir() and all(name.startswith(f".{POINTER}.") for name in os.listdir(path))
+            if is_begun and (number_at_end(path.name) or 0) > last:
+                remove_pointer(path)
+
+    @contextmanager
+    def _pointing_first(self, folder: Path, opened: OpenTag) -> Iterator[None]:
+        """Has a new folder stand for its step before anything lies in it: what is killed then is known as lost."""
+        if self._automatic_folder() is None:  # what it stands for already counts until the new one is saved
+            yield
+            return
+        handle = self.register_save_state_pre_hook(lambda *_: self._begun().point(folder, opened.step, opened.tag))
+        self._save_model_state_pre_hook.move_to_end(handle.id, last=False)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _check_supported(self) -> None:
         what = _UNSUPPORTED.get(str(self.distributed_type.value))
@@ -202,27 +246,36 @@ class StepfastAccelerator(Accelerator):
             raise ValueError("save_state needs an output_dir where automatic_checkpoint_naming is off")
         return Path(output_dir)
 
-    def _tag_of(self, folder: Path) -> str:
-        """The folder as seen from where the script runs: what is saved there again replaces what was."""
-        if self._automatic_folder() is not None:
-            return folder.name
-        text = os.path.relpath(folder)
-        return text if is_tag(text) else folder.name
+    def _scope(self) -> Scope | None:
+        """Of the job's steps this project's; None where folders are named by the script."""
+        automatic = self._automatic_folder()
+        return None if automatic is None else Scope(automatic, _AUTOMATIC)
 
     def _folder_of(self, found: CommittedStep) -> Path | None:
-        automatic = self._automatic_folder()
-        if automatic is None:
-            return Path(found.tag) if found.tag else None
-        is_named_so = found.tag.startswith(_AUTOMATIC) and number_at_end(found.tag) is not None
-        return automatic / found.tag if is_named_so else None
+        scope = self._scope()
+        if scope is None:
+            return path_of(found.tag)
+        own = scope.own(self.checkpoints.steps())
+        return next((path for step, path in own if step.step == found.step), None)
+
+    def _latest(self) -> CommittedStep | None:
+        checkpoints, scope = self.checkpoints, self._scope()
+        if scope is None:
+            return checkpoints.latest()
+
+        def choose(steps: Sequence[CommittedStep]) -> CommittedStep | None:
+            own = scope.own(steps)
+            return own[-1][0] if own else None
+
+        return checkpoints.latest(choose, trainer=str(scope.folder.absolute()))
 
     def _find(self, input_dir: str | None) -> CommittedStep:
         folders = self._begun()
         if input_dir is None:
-            found = folders.checkpoints.latest()
+            found = self._latest()
         else:
             folder = Path(os.path.expanduser(input_dir))
-            found = folders.find(folder, self._tag_of(folder))
+            found = folders.find(folder, tag_of(folder), self._scope())
         if found is None:
             raise CheckpointNotFound(
                 f"{input_dir or 'the latest state'} is no checkpoint of this job that is committed: "
@@ -230,10 +283,10 @@ class StepfastAccelerator(Accelerator):
             )
         return found
 
-    def _point(self, found: CommittedStep) -> Path:
-        folder = self._folder_of(found)
+    def _point(self, found: CommittedStep, input_dir: str | None = None) -> Path:
+        folder = self._folder_of(found) if input_dir is None else Path(os.path.expanduser(input_dir))
         if folder is None:
-            raise CheckpointNotFound(f"step {found.step} ({found.tag or 'no tag'}) is no state of an Accelerator")
+            raise CheckpointNotFound(f"step {found.step} ({found.tag or 'no tag'}) is no state of this Accelerator")
         self._begun().point(folder, found.step, found.tag)
         return folder
 
@@ -286,7 +339,7 @@ class _Torch:
 @contextmanager
 def _ours(*, save: Callable[..., None] | None = None, load: Callable[..., Any] | None = None) -> Iterator[None]:
     """Has Accelerate's own saving and loading of states go through these, for as long as one is saved or loaded."""
-    module: Any = accelerate.checkpointing
+    module: Any = checkpointing
     changed: dict[str, Any] = {}
     if save is not None:
         # What it gives to torch itself is each rank's own: generators, scaler, dataloaders.

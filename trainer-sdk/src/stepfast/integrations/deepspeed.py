@@ -23,8 +23,8 @@ from stepfast.nebula.settings import Settings, make_settings
 
 try:
     import deepspeed
-except ModuleNotFoundError as error:
-    raise missing("deepspeed") from error
+except ImportError as error:
+    raise missing("deepspeed", error) from error
 
 from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine, replaced
 

@@ -30,8 +30,8 @@ try:
     import deepspeed.runtime.engine
     from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-except ModuleNotFoundError as error:
-    raise missing("deepspeed") from error
+except ImportError as error:
+    raise missing("deepspeed", error) from error
 
 RNG = "stepfast.rng"  # beside DeepSpeed's own files: the random generators of the rank
 

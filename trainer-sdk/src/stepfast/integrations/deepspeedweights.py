@@ -13,8 +13,8 @@ from stepfast.integrations.missing import missing
 
 try:
     from deepspeed.utils import zero_to_fp32
-except ModuleNotFoundError as error:
-    raise missing("deepspeed") from error
+except ImportError as error:
+    raise missing("deepspeed", error) from error
 
 
 def whole_weights(names: Collection[str], load: Callable[[str], Any]) -> dict[str, torch.Tensor]:

@@ -1,23 +1,30 @@
 """Files that say which step of the job is meant, in the place of a framework's checkpoints.
 
 Such a pointer is a file of that name in the checkpoint's folder, or, where the framework writes one file, that file.
-The framework's own rules go on working with these: what it removes is removed as a step, once what is newer is
+The framework's own rules go on working with these: what it removes is removed as a step, once what was saved last is
 committed and never before; on a disk that has seen nothing of the job they are made again.
+
+A step's tag is the path of its checkpoint as seen from where the script runs, so that trainers of one job whose folders
+differ never take each other's (`tag_of`, `path_of`, `Scope`). A pointer means the step that it names, of its job, in
+its storage, with its tag: what is lost with its attempt leaves its number to another step.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepfast.errors import StepfastError
+from stepfast.errors import CheckpointNotFound, StepfastError
+from stepfast.step import is_tag
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import TaggedCheckpoints
 from stepfast.torch.writer import Saved
@@ -27,6 +34,8 @@ log = logging.getLogger("stepfast")
 POINTER = "stepfast.json"  # its name in a folder
 _POINTER_BYTES = 4096  # what is larger is none
 _NUMBER = re.compile(r"([0-9]{1,18})$")
+_NUMBERED = re.compile(r"checkpoint[-_][0-9]{1,18}")  # by Trainer, and by Accelerate
+_DIGEST = "~"  # what stands for a path that is too long for a tag begins so
 
 
 def has_pointer(path: Any) -> bool:
@@ -35,7 +44,7 @@ def has_pointer(path: Any) -> bool:
 
 
 def read_pointer(path: Any) -> dict[str, Any] | None:
-    """What the pointer at that path says: `step`, `tag` and `job`; None for a path that stands for no step."""
+    """What the pointer at that path says: `step`, `tag`, `job`, and `storage`; None for a path that stands for none."""
     file = _file_of(Path(path))
     try:
         if file.stat().st_size > _POINTER_BYTES:
@@ -43,7 +52,7 @@ def read_pointer(path: Any) -> dict[str, Any] | None:
         about = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    kinds = {"step": int, "tag": str, "job": str}
+    kinds = {"step": int, "tag": str, "job": str, "storage": str}
     is_one = isinstance(about, dict) and all(isinstance(about.get(key), kind) for key, kind in kinds.items())
     return about if is_one else None
 
@@ -67,6 +76,51 @@ def number_at_end(text: str) -> int | None:
     """Of `step_500` 500; None where there is no number at the end."""
     match = _NUMBER.search(text)
     return int(match[1]) if match else None
+
+
+def tag_of(path: Any, suffix: str = "") -> str:
+    """What a step is called that is saved there: what is saved there again replaces it. `suffix`: of all names."""
+    folder, name = os.path.split(os.path.relpath(path).removesuffix(suffix))
+    if not folder and _NUMBERED.fullmatch(name):
+        folder = "."  # without a folder such a tag is an older one, of whichever folder
+    tags = (os.path.join(one, other) for one, other in ((folder, name), (_digest(folder), name)))
+    return next(filter(is_tag, tags), os.path.join(_digest(folder), _digest(name)))
+
+
+def path_of(tag: str, suffix: str = "", *, folder: Any = None) -> Path | None:
+    """Where the step was saved that is called so; None where that cannot be told. `folder`: None, too, unless it was
+    directly in there.
+    """
+    if folder is None:
+        return Path(f"{tag}{suffix}") if tag and not tag.startswith(_DIGEST) else None
+    path = Path(folder, f"{tag.rpartition('/')[2]}{suffix}")
+    return path if tag and tag_of(path, suffix) == tag else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What is one trainer's of the job's steps: the numbered checkpoints of its folder. `prefix`: of their names."""
+
+    folder: Path
+    prefix: str
+
+    def path(self, number: int) -> Path:
+        """The checkpoint of that number."""
+        return self.folder / f"{self.prefix}{number}"
+
+    def own(self, steps: Sequence[CommittedStep]) -> list[tuple[CommittedStep, Path]]:
+        """Its steps among these, and where they were saved. Older tags say no folder: such a step is the trainer's in a
+        job that has but one.
+        """
+        numbered = [found for found in steps if self._is_numbered(found.tag.rpartition("/")[2])]
+        paths = [path_of(found.tag, folder=self.folder) for found in numbered]
+        old = [self.folder / found.tag if self._is_numbered(found.tag) else None for found in numbered]
+        if all(path or other for path, other in zip(paths, old, strict=True)):
+            paths = [path or other for path, other in zip(paths, old, strict=True)]
+        return [(found, path) for found, path in zip(numbered, paths, strict=True) if path is not None]
+
+    def _is_numbered(self, name: str) -> bool:
+        return name.startswith(self.prefix) and _NUMBERED.fullmatch(name) is not None
 
 
 class Pointers:
@@ -93,15 +147,24 @@ class Pointers:
         if step not in steps:
             steps.append(step)
 
-    def find(self, path: Any, tag: str) -> CommittedStep | None:
+    def find(self, path: Any, tag: str, scope: Scope | None = None) -> CommittedStep | None:
         """The committed step that the path stands for; of one that was lost with its attempt, or of a pointer that is
-        gone, the newest of that tag. Raises StorageError.
+        gone, the newest of that tag, or the scope's that was saved there. Raises CheckpointNotFound for another job's,
+        StorageError.
         """
         pointer = read_pointer(path)
+        if pointer is not None and not self._is_ours(pointer):
+            raise CheckpointNotFound(
+                f"{path} stands for step {pointer['step']} ({pointer['tag']}) of the job {pointer['job']} in "
+                f"{pointer['storage']}, not of {self.checkpoints.environment.job} in "
+                f"{self.checkpoints.environment.storage_uri}: export it in that job, and load what that writes"
+            )
         steps = self.checkpoints.steps()
-        exact = [found for found in steps if pointer is not None and found.step == pointer["step"]]
+        exact = [found for found in steps if pointer is not None and _names(pointer, found)]
         tagged = [found for found in steps if found.tag == tag]
-        chosen = exact or tagged
+        absolute = Path(path).absolute()
+        own = () if scope is None or exact or tagged else scope.own(steps)
+        chosen = exact or tagged or [found for found, there in own if there.absolute() == absolute]
         return chosen[-1] if chosen else None
 
     def make_again(self, path_of: Callable[[CommittedStep], Path | None], present: Iterable[Path]) -> None:
@@ -116,11 +179,12 @@ class Pointers:
                 wanted.setdefault(path.absolute(), []).append(found)
         for path in present:
             pointer = None if path.is_symlink() or path.absolute() in wanted else read_pointer(path)
-            if pointer is not None and pointer["job"] == str(self.checkpoints.environment.job):
+            if pointer is not None and self._is_ours(pointer):
                 remove_pointer(path)
         for path, steps in wanted.items():
             self._steps[path] = [found.step for found in steps]
-            if (read_pointer(path) or {}).get("step") != steps[-1].step:
+            pointer = read_pointer(path)
+            if pointer is None or not self._is_ours(pointer) or not _names(pointer, steps[-1]):
                 try:
                     self.point(path, steps[-1].step, steps[-1].tag)
                 except OSError as error:
@@ -134,20 +198,18 @@ class Pointers:
     def remove(self, path: Any, tag: str) -> None:
         """Has the path stand for nothing: its step goes as `sweep` says. Rank 0 calls it. Raises StorageError."""
         pointer = read_pointer(path)
-        if pointer is None:  # on a disk that has not seen it
-            found = self.find(path, tag)
-            step = None if found is None else found.step
-        else:
-            step = pointer["step"]
         steps = self._steps.setdefault(Path(path).absolute(), [])
-        if step is not None and step not in steps:
-            steps.append(step)
+        is_known = pointer is not None and pointer["step"] in steps  # else to find it takes until all is committed
+        if not is_known and (pointer is None or self._is_ours(pointer)):
+            found = self.find(path, tag)
+            if found is not None and found.step not in steps:
+                steps.append(found.step)
         remove_pointer(path)
         self.sweep()
 
     def sweep(self) -> None:
-        """Removes what is of no more use: steps whose pointer is gone, and all but the newest of each path. What is
-        newest of all stays until a newer one is committed. Rank 0 calls it.
+        """Removes what is of no more use: steps whose pointer is gone, and all but the newest of each path, each of
+        them once what this rank saved last is committed. Rank 0 calls it.
         """
         for path, steps in list(self._steps.items()):
             kept = steps[-1:] if has_pointer(path) else []
@@ -164,6 +226,10 @@ class Pointers:
         if newest is not None and newest.saved and not self.checkpoints.is_closed:
             newest.wait()
         wait(self._removals)
+
+    def _is_ours(self, pointer: Mapping[str, Any]) -> bool:
+        environment = self.checkpoints.environment
+        return (pointer["job"], pointer["storage"]) == (str(environment.job), environment.storage_uri)
 
     def _later(self, step: int) -> None:
         if self._newest is None:  # nothing that this process saves has to be there first
@@ -185,8 +251,19 @@ class Pointers:
             log.warning("stepfast: step %s was not removed: %s", step, error)
 
 
+def _digest(text: str) -> str:
+    return f"{_DIGEST}{hashlib.sha256(os.fsencode(text)).hexdigest()[:32]}"
+
+
+def _names(pointer: Mapping[str, Any], found: CommittedStep) -> bool:
+    return (pointer["step"], pointer["tag"]) == (found.step, found.tag)
+
+
 def _file_of(path: Path) -> Path:
     return path / POINTER if path.is_dir() else path
 
 
-__all__ = ["POINTER", "Pointers", "has_pointer", "number_at_end", "read_pointer", "remove_pointer", "write_file"]
+__all__ = [
+    "POINTER", "Pointers", "Scope", "has_pointer", "number_at_end", "path_of", "read_pointer", "remove_pointer",
+    "tag_of", "write_file",
+]  # fmt: skip

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ import torch
 
 from stepfast.errors import CheckpointNotFound, StateUnsupported
 from stepfast.integrations.missing import missing
-from stepfast.integrations.pointers import Pointers, has_pointer, number_at_end, write_file
+from stepfast.integrations.pointers import Pointers, Scope, has_pointer, tag_of, write_file
 from stepfast.integrations.process import check_together, checkpoints_of_process
+from stepfast.step import MAX_STEP
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import OpenTag, TaggedCheckpoints
 from stepfast.torch.writer import Saved
@@ -34,10 +35,12 @@ from stepfast.torch.writer import Saved
 try:
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-except ModuleNotFoundError as error:
-    raise missing("transformers[torch]") from error
+except ImportError as error:
+    raise missing("transformers[torch]", error) from error
 
 log = logging.getLogger("stepfast")
+
+_trained_in: set[Path] = set()  # the folders whose trainings this process has begun
 
 # What is in a step, by the names of Trainer's files; the weights are not any one file's.
 MODEL, OPTIMIZER, SCHEDULER, SCALER, STATE = "model", "optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json"
@@ -53,7 +56,6 @@ class StepfastTrainerMixin(Trainer):
         self._opened: OpenTag | None = None
         self.saved: Saved | None = None
         """The save that this rank made last."""
-        self._has_trained = False
         self.step_loss: torch.Tensor | None = None
         """The loss of the step that is under way, of what this rank has seen of it."""
         super().__init__(*args, **kwargs)
@@ -73,15 +75,16 @@ class StepfastTrainerMixin(Trainer):
     # ------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's. `resume_from_checkpoint`: None or True: the job's latest step, if it has one; False: from
-        scratch; a folder, of a step or a real one: that, unless the job was restarted since: then its latest step.
+        """As Trainer's. `resume_from_checkpoint`: None or True: the latest step of this output_dir, if it has one;
+        False: from scratch; a folder, of a step or a real one: that. In a job that was restarted since, each of them
+        means the latest step. A second training of a process in one output_dir begins anew unless told otherwise.
 
         Returns when all is persisted. Raises StateUnsupported, CheckpointNotFound, CheckpointDamaged, StorageError.
         """
         self._check_supported()
-        if resume_from_checkpoint is not False and self.hp_search_backend is None:
+        if self.hp_search_backend is None:
             resume_from_checkpoint = self._resume_point(resume_from_checkpoint)
-        self._has_trained = True
+            _trained_in.add(self._folder)
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         self._sweep()
         self._own_folders.finish()
@@ -108,23 +111,53 @@ class StepfastTrainerMixin(Trainer):
     def _resume_point(self, asked: str | bool | None) -> Any:
         """The folder that Trainer is to go on from."""
         is_restarted = self.checkpoints.environment.interruptions > 0
-        if isinstance(asked, str | os.PathLike) and not is_restarted:
+        is_first = self._folder not in _trained_in  # else the latest step is the first training's
+        is_named = isinstance(asked, str | os.PathLike)
+        found = None
+        if asked is True or (is_first and (asked is None or is_restarted)):
+            found = self._latest(must_be=asked is True)
+        if found is None and is_named:
             found = self._step_of(asked)
-            return asked if found is None else self._fill(found)
-        # A second training of the process begins anew: the latest step is the first one's.
-        found = None if self._has_trained and asked is None else self.checkpoints.latest()
-        if found is None:
-            return asked
-        if self._is_nodes_first:
-            run_folder = Path(self.args.output_dir)
-            self._own_folders.make_again(self._folder_of, run_folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
-        return self._fill(found)
+        if (found is not None or not is_first) and self._is_nodes_first:
+            # What is newer than the step that training goes on from is superseded by the first save.
+            last = found.step if found is not None and is_first else MAX_STEP
+            own = {step.step: path for step, path in self._own_steps() if step.step <= last}
+            present = self._folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+            self._own_folders.make_again(lambda step: own.get(step.step), present)
+        return asked if found is None else self._fill(found, asked)
 
-    def _fill(self, found: CommittedStep) -> str:
+    def _latest(self, *, must_be: bool) -> CommittedStep | None:
+        """The step of this output_dir that the job goes on from. Steps of weights alone are none: what the optimizer
+        knew would be gone. Raises CheckpointNotFound if `must_be` and there is no other.
+        """
+
+        def choose(steps: Sequence[CommittedStep]) -> CommittedStep | None:
+            own = [found for found, _ in self._scope.own(steps)]
+            whole = (found for found in reversed(own) if self._is_whole(found))
+            return next(whole, None)
+
+        found = self.checkpoints.latest(choose, trainer=str(self._folder))
+        own = [step for step, _ in self._own_steps()]
+        if own and (found is None or found.step < own[-1].step) and not self._is_whole(own[-1]):
+            going_on = "from scratch" if found is None else f"with step {found.step}"
+            told = f"step {own[-1].step} ({own[-1].tag}) has weights alone, by save_only_model: no training resumes it"
+            if found is None and must_be:
+                raise CheckpointNotFound(f"{told}; to begin with its weights, name its folder")
+            log.warning("stepfast: %s; this one begins %s", told, going_on)
+        elif found is None and (others := self._committed_tags()):
+            log.warning("stepfast: %s begins from scratch: of it nothing is committed, but %s", self._folder, others)
+        return found
+
+    def _is_whole(self, found: CommittedStep) -> bool:
+        """Whether training can go on from the step."""
+        return OPTIMIZER in self.checkpoints.names_of_first(found.step)
+
+    def _fill(self, found: CommittedStep, asked: Any) -> str:
         """Makes the step's folder what Trainer reads of it before it asks for anything; its path."""
-        folder = self._folder_of(found)
+        own = {step.step: path for step, path in self._own_steps()}
+        folder = own.get(found.step, Path(asked) if isinstance(asked, str | os.PathLike) else None)
         if folder is None:
-            raise CheckpointNotFound(f"step {found.step} ({found.tag or 'no tag'}) is no checkpoint of a Trainer")
+            raise AssertionError(f"step {found.step} ({found.tag}) is none of {self._folder}")
         self._own_folders.point(folder, found.step, found.tag)
         state = json.loads(_text(self.checkpoints.load(found.step, STATE)))
         if state.get("best_model_checkpoint"):
@@ -141,12 +174,11 @@ class StepfastTrainerMixin(Trainer):
         if trial is not None or self.hp_search_backend is not None:
             super()._save_checkpoint(model, trial)
             return
-        tag = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        folder = os.path.join(self.args.output_dir, tag)
-        self._opened = opened = self.checkpoints.open(tag, step=self.state.global_step)
+        folder = self._scope.path(self.state.global_step)
+        self._opened = opened = self.checkpoints.open(tag_of(folder), step=self.state.global_step)
         try:
             # Each rank needs the folder: of the best one Trainer asks whether it is there.
-            self._own_folders.point(folder, opened.step, tag)
+            self._own_folders.point(folder, opened.step, opened.tag)
             super()._save_checkpoint(model, trial)
             if self.is_world_process_zero():
                 opened.put(STATE, _tensor(Path(folder, STATE).read_bytes()), copy=False)
@@ -225,17 +257,20 @@ class StepfastTrainerMixin(Trainer):
 
     def export(self, step: int, folder: str | os.PathLike[str]) -> None:
         """Writes a regular checkpoint of that global step, which `from_pretrained` and any Trainer's
-        `resume_from_checkpoint` read. Rank 0 does it; to other ranks it is nothing.
+        `resume_from_checkpoint` read. Rank 0 does it; other ranks only take part in the job.
 
         Raises CheckpointNotFound, CheckpointDamaged, StorageError.
         """
+        checkpoints = self.checkpoints  # which every rank takes part in
         if not self.is_world_process_zero():
             return
-        found = self.checkpoints.find(f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        own = self._own_steps()
+        found = next((found for found, path in reversed(own) if path == self._scope.path(step)), None)
         if found is None:
-            raise CheckpointNotFound(f"global step {step} is not committed: {self._committed_tags()} are")
-        load = self.checkpoints.load
-        names = self.checkpoints.names_of_first(found.step)
+            there = ", ".join(path.name for _, path in own) or "none"
+            raise CheckpointNotFound(f"global step {step} is not committed: {there} of {self._folder} are")
+        load = checkpoints.load
+        names = checkpoints.names_of_first(found.step)
         self._save(os.fspath(folder), state_dict=load(found.step, MODEL, "cpu"))
         for name in (OPTIMIZER, SCHEDULER, SCALER):
             if name in names:
@@ -260,18 +295,25 @@ class StepfastTrainerMixin(Trainer):
     def _is_nodes_first(self) -> bool:
         return bool(self.is_local_process_zero())
 
-    def _folder_of(self, found: CommittedStep) -> Path | None:
-        is_trainers = found.tag.startswith(f"{PREFIX_CHECKPOINT_DIR}-") and number_at_end(found.tag) is not None
-        return Path(self.args.output_dir, found.tag) if is_trainers else None
+    @property
+    def _folder(self) -> Path:
+        return Path(self.args.output_dir).absolute()
+
+    @property
+    def _scope(self) -> Scope:
+        return Scope(Path(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-")
+
+    def _own_steps(self) -> list[tuple[CommittedStep, Path]]:
+        return self._scope.own(self.checkpoints.steps())
 
     def _step_of(self, folder: Any) -> CommittedStep | None:
         """The step that a folder stands for; None for a real checkpoint, and for no folder."""
         if folder is None or (os.path.isdir(folder) and not has_pointer(folder)):
             return None
-        return self._own_folders.find(folder, Path(folder).name)
+        return self._own_folders.find(folder, tag_of(folder), self._scope)
 
     def _committed_tags(self) -> str:
-        return ", ".join(found.tag or str(found.step) for found in self.checkpoints.steps()) or "none"
+        return ", ".join(found.tag or str(found.step) for found in self.checkpoints.steps())
 
 
 class StepfastCallback(TrainerCallback):

@@ -8,13 +8,14 @@ said when the job's `TaggedCheckpoints` is made (`Sharing`).
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import logging
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import StrEnum
@@ -175,7 +176,7 @@ class TaggedCheckpoints:
         self._reported_step: int | None = None
         self._published, self._reporters = "", list[str]()
         self._asked: int = before._asked if before is not None else 0
-        self._given: int | None = None  # the step to go on from, as this rank was told
+        self._given = ("", _SCRATCH)  # the step to go on from, as this rank was told under that topic
         # What is read from then on is not what training goes on from.
         self._has_progressed: bool = before is not None and before._has_progressed
         self._newest: Saved | None = None
@@ -463,39 +464,46 @@ class TaggedCheckpoints:
         self._settle_newest()
         return self._steps.steps()
 
-    def latest(self) -> CommittedStep | None:
+    def latest(
+        self, choose: Callable[[Sequence[CommittedStep]], CommittedStep | None] | None = None, *, trainer: str = ""
+    ) -> CommittedStep | None:
         """The step to go on from: the newest of this run; before its first, the one that the launcher named, or else
         the newest that is committed, the same on all ranks. Raises StorageError, and CheckpointNotFound or GangError
         when that one is gone and no other can take its place: never None then, which means from scratch.
+
+        `choose`: which of those up to there, oldest first, a trainer of the job goes on from; `trainer`: its name.
         """
         steps = self.steps()
+        choose = choose if choose is not None else _newest
         if self._has_opened():
-            return steps[-1] if steps else None
+            return choose(steps)
         named = self._environment.resume_step
         # Whoever launched us says 0 for "from scratch"; a step 0 may have been saved nevertheless.
-        mine = max((found.step for found in steps if named is None or found.step <= named), default=_SCRATCH)
-        agreed = int(self._gang.update(_RESUME, lambda known: known or str(mine)))
+        chosen = choose([found for found in steps if named is None or found.step <= named])
+        mine = _SCRATCH if chosen is None else chosen.step
+        topic = f"{_RESUME}/{hashlib.sha256(trainer.encode()).hexdigest()}" if trainer else _RESUME
+        agreed = int(self._gang.update(topic, lambda known: known or str(mine)))
         deadline = time.monotonic() + _LISTING_SECONDS
         while agreed != _SCRATCH:
             found = next((found for found in steps if found.step == agreed), None)
             if found is not None:
-                self._given = agreed
+                self._given = (topic, agreed)
                 return found
             if time.monotonic() > deadline:
-                agreed = self._agree_on_older(agreed, steps)
+                older = choose([found for found in steps if found.step < agreed])
+                agreed = self._agree_on_older(topic, agreed, older)
             time.sleep(0.1)
             steps = self._steps.steps()
         return None
 
-    def _agree_on_older(self, gone: int, steps: Sequence[CommittedStep]) -> int:
+    def _agree_on_older(self, topic: str, gone: int, older: CommittedStep | None) -> int:
         """Another step for the whole gang instead of one that a rank has set aside, or somebody removed."""
-        older = max((found.step for found in steps if found.step < gone), default=None)
         if older is None:
             raise CheckpointNotFound(f"step {gone}, to go on from, is gone, and there is no older one")
-        agreed = int(self._gang.update(_RESUME, lambda known: str(older) if known == str(gone) else known))
+        agreed = int(self._gang.update(topic, lambda known: str(older.step) if known == str(gone) else known))
         # Who has read the step looks at the agreement after saying so, and we the other way round: one of us sees it.
         if self._gang.world_size > 1 and self._read_step() >= gone:
-            raise GangError(f"step {gone} is gone, and a rank goes on from it: start again, from step {older}")
+            raise GangError(f"step {gone} is gone, and a rank goes on from it: start again, from step {older.step}")
         return agreed
 
     def _read_step(self) -> int:
@@ -553,7 +561,8 @@ class TaggedCheckpoints:
         if self._has_opened():
             return  # what training has gone on from stays as it is
         self.go_on_from(step)
-        if step == self._given and (self._gang.hear([_RESUME]) or [str(step)])[0] != str(step):
+        topic, given = self._given
+        if step == given and (self._gang.hear([topic]) or [str(step)])[0] != str(step):
             raise GangError(f"step {step} was set aside while rank {self._environment.rank} read it: start again")
         if self._link is not None and not self._has_progressed:
             seconds = time.perf_counter() - began
@@ -650,6 +659,10 @@ class TaggedCheckpoints:
 
     def _at_exit(self) -> None:
         self._end()
+
+
+def _newest(steps: Sequence[CommittedStep]) -> CommittedStep | None:
+    return steps[-1] if steps else None
 
 
 __all__ = ["OpenTag", "Sharing", "TaggedCheckpoints"]
