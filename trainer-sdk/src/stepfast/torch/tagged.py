@@ -43,6 +43,7 @@ log = logging.getLogger("stepfast")
 
 _BOOK, _BRANCH = "tags", "tags/from"  # topics of the gang
 _SCRATCH = -1
+_SETTLE_SECONDS = 600.0
 
 
 class Sharing(StrEnum):
@@ -278,6 +279,15 @@ class TaggedCheckpoints:
         saved = self._newest if tag is None else self._saves[tag]
         if saved is not None and saved.saved:
             saved.wait(Tier.PERSISTENT)
+
+    def settle(self, tag: str | None = None) -> None:
+        """Waits until the run's newest step, or its newest of that tag, is committed, whichever ranks have saved it.
+        Raises StorageUnavailable, CheckpointNotFound (given up).
+        """
+        text = self._gang.hear([_BOOK])
+        known = [step for step in TagBook.from_json(text[0]).steps if tag in (None, step.tag)] if text else []
+        if known and known[-1].save:
+            self._writer.wait_committed(known[-1].step, _SETTLE_SECONDS)
 
     def _told_sharers(self, step: int, sharers: RankSet) -> None:
         try:
