@@ -459,6 +459,71 @@ def test_shards_run_no_code_of_the_checkpoint_under_weights_only(tmp_path: Path)
     assert "CheckpointUnsafe" in told
 
 
+VALIDATING = """
+class First(Callback):
+    def __init__(self):
+        self.seen = None
+    def on_train_batch_end(self, *_):
+        self.seen = torch.get_rng_state() if self.seen is None else self.seen
+
+io = StepfastCheckpointIO()
+def fit(validates):
+    first = First()
+    trainer = make(first, limit_val_batches=1, enable_checkpointing=False, plugins=[io])
+    model = BoringModel()
+    if validates:
+        trainer.validate(model, ckpt_path="one.ckpt", verbose=False)
+    seed_everything(1, verbose=False)
+    trainer.fit(model)
+    return trainer, first.seen
+
+trainer, plain = fit(False)
+torch.rand(1000)
+trainer.save_checkpoint("one.ckpt")
+_, validated = fit(True)
+print("the same", torch.equal(plain, validated))
+"""
+
+
+def test_a_checkpoint_that_was_validated_leaves_the_generators_of_fit_alone(tmp_path: Path) -> None:
+    assert "the same True" in alone(tmp_path, VALIDATING)
+
+
+# The agent's word that the job is to be stopped, and the wait for its end, are the launcher's.
+STOPPED = """
+class Counting(Callback):  # as an average of weights would
+    seen = 0
+    def on_train_batch_end(self, *_):
+        self.seen += 1
+    def state_dict(self):
+        return {"seen": self.seen}
+
+class Late(ModelCheckpoint):
+    def on_train_batch_end(self, trainer, *arguments):
+        super().on_train_batch_end(trainer, *arguments)
+        self.last = trainer.global_step
+    def state_dict(self):
+        return {**super().state_dict(), "last": self.last}
+
+io = StepfastCheckpointIO()
+io.checkpoints.is_last_step = lambda step: step == 3
+io.checkpoints.wait_to_be_stopped = lambda step: print("waits", step)
+trainer = make(Counting(), Late("out", every_n_train_steps=2), plugins=[io])
+trainer.fit(BoringModel())
+assert type(trainer.checkpoint_callback) is Late
+stopped = io.load_checkpoint("out/stopped.ckpt")
+[seen] = [state["seen"] for name, state in stopped["callbacks"].items() if "Counting" in name]
+[last] = [state["last"] for name, state in stopped["callbacks"].items() if "Late" in name]
+print("stopped", stopped["global_step"], "seen", seen, "last", last)
+"""
+
+
+def test_the_last_step_of_a_job_that_is_to_be_stopped_has_all_that_callbacks_keep(tmp_path: Path) -> None:
+    told = alone(tmp_path, STOPPED)
+    assert "waits 3" in told
+    assert "stopped 3 seen 3 last 3" in told
+
+
 READING = """
 from stepfast.integrations.lightning import StepfastCheckpointIO
 io = StepfastCheckpointIO()
