@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning" / "train.py"
 
 # Shuffled data, dropout, a schedule; checkpoints by Lightning's own ModelCheckpoint.
@@ -522,6 +524,27 @@ def test_the_last_step_of_a_job_that_is_to_be_stopped_has_all_that_callbacks_kee
     told = alone(tmp_path, STOPPED)
     assert "waits 3" in told
     assert "stopped 3 seen 3 last 3" in told
+
+
+SNIPPETS = re.findall(
+    r"```python\n(.*?)```", DOCUMENT.partition("\n## Lightning\n")[2].partition("\n## ")[0], re.DOTALL
+)
+SURROUNDINGS = """
+from torch.utils.data import DataLoader
+from lightning.pytorch.demos.boring_classes import BoringModel as MyModel, RandomDataset
+model, data = MyModel(), DataLoader(RandomDataset(32, 8))
+"""
+
+
+@pytest.mark.parametrize("number", range(2), ids=["one rank", "several ranks"])
+def test_the_documents_lines_run_as_they_stand(tmp_path: Path, number: int) -> None:
+    [*trainings, export] = SNIPPETS
+    assert len(trainings) == 2
+    told = alone(tmp_path, SURROUNDINGS + trainings[number] + export + "print('trained', trainer.global_step)")
+    assert "trained 24" in told
+    again = alone(tmp_path, SURROUNDINGS + trainings[number].replace("max_epochs=3", "max_epochs=4"))
+    assert "trained 24" not in again
+    assert torch.load(tmp_path / "regular.ckpt", weights_only=True)["global_step"] == 24
 
 
 READING = """
