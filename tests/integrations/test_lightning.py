@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning" / "train.py"
 
 # Shuffled data, dropout, a schedule; checkpoints by Lightning's own ModelCheckpoint.
@@ -187,6 +189,63 @@ def test_ranks_that_save_nothing_wait_for_the_last_step_too(runs: Any, tmp_path:
     assert runs.summary["checkpoint"]["latestPersistedStep"] == runs.summary["trainerStatus"]["globalStep"]
 
 
+# The newest step holds weights alone when the job is killed; at the end each rank loads what rank 0 has just saved.
+PLAIN_DDP_IS_KILLED = """
+import os, signal, warnings
+warnings.filterwarnings("ignore")
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from stepfast.integrations.lightning import StepfastCallback, StepfastCheckpointIO
+
+rank, attempt = int(os.environ["RANK"]), os.environ["STEPFAST_ATTEMPT"]
+io = StepfastCheckpointIO()
+
+class Model(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("big", torch.zeros(5_000_000))  # takes a while to persist
+
+class Crash(Callback):
+    first = None
+    def on_train_batch_end(self, trainer, *_):
+        self.first = self.first or torch.rand(1, generator=torch.Generator().set_state(torch.get_rng_state())).item()
+        if trainer.global_step == 5 and attempt == "1" and rank == 0:
+            io.teardown()  # what is saved is persisted
+            os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(100 + rank)  # dropout of its own
+crash = Crash()
+weights = ModelCheckpoint("weights", every_n_train_steps=4, save_weights_only=True, monitor="step", mode="max")
+trainer = Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", max_steps=6, limit_val_batches=0, logger=False, plugins=[io],
+    enable_progress_bar=False, enable_model_summary=False,
+    callbacks=[StepfastCallback(), crash, ModelCheckpoint("out", every_n_train_steps=4), weights],
+)
+model = Model()
+trainer.fit(model, ckpt_path=io.latest_checkpoint(), weights_only=False)
+for value in (1.0, 2.0):
+    model.big.fill_(value)
+    trainer.save_checkpoint("last.ckpt")
+    found = io.load_checkpoint("last.ckpt")["state_dict"]["big"][0].item()
+    trainer.strategy.barrier()
+with open(f"told.{rank}", "w") as file:
+    file.write(f"{crash.first:.6f} {found} {io.latest_checkpoint('.')}")
+"""
+
+
+def test_lightnings_own_ddp_goes_on_with_generators_of_its_own_and_reads_what_rank_0_has_saved(
+    runs: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(PLAIN_DDP_IS_KILLED)
+    summary = runs.run("--nproc-per-node", "2", "train.py")
+    assert (summary["restarts"], summary["checkpoint"]["restoredStep"]) == (1, 4)
+    (first, *found), (other_first, *other_found) = ((tmp_path / f"told.{rank}").read_text().split() for rank in (0, 1))
+    assert first != other_first, "both ranks draw the same"
+    assert found == other_found == ["2.0", "last.ckpt"]
+
+
 # Without a launcher: two trainers of a process, one after the other; what they leave behind.
 TRAINERS = """
 import copy, os, warnings
@@ -261,6 +320,231 @@ def test_two_trainers_of_a_process_list_remove_and_export_what_they_saved(tmp_pa
     assert "persist_path 'elsewhere' is not used" in done.stderr
     left = ["one/epoch=0-step=4", "one/epoch=0-step=6", "one/whatever", "two/epoch=0-step=6", "two/last"]
     assert f"steps {left}" in told
+
+
+# One Trainer after the other in a process, without a launcher; each test's lines come behind.
+ALONE = """
+import os, warnings
+warnings.filterwarnings("ignore")
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from stepfast.integrations.lightning import (
+    StepfastCallback, StepfastCheckpointIO, StepfastDDPStrategy, StepfastModelParallelStrategy,
+)
+
+def make(*callbacks, **more):
+    common = dict(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    more = {"max_steps": 4, "limit_val_batches": 0, **more}
+    return Trainer(**common, **more, callbacks=[StepfastCallback(), *callbacks])
+
+def saving(folder, **more):
+    return ModelCheckpoint(folder, every_n_train_steps=2, **{"save_top_k": 1, **more})
+"""
+
+
+def alone(folder: Path, script: str) -> str:
+    """What the script says that comes behind ALONE."""
+    (folder / "train.py").write_text(ALONE + script)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+OF_ITS_OWN = """
+io = StepfastCheckpointIO()
+for folder in ("A", "B"):
+    make(saving(folder), plugins=[io]).fit(BoringModel())
+make(saving("B/val", filename="loss={step}"), max_steps=2, plugins=[io]).fit(BoringModel())
+for folder in ("A", os.path.abspath("B"), "nowhere", None):
+    print("latest", io.latest_checkpoint(folder))
+"""
+
+
+def test_latest_checkpoint_of_a_folder_is_none_of_another_trainers(tmp_path: Path) -> None:
+    told = [line for line in alone(tmp_path, OF_ITS_OWN).splitlines() if line.startswith("latest")]
+    assert told == [
+        "latest A/epoch=0-step=4.ckpt", "latest B/val/loss=step=2.ckpt", "latest None",
+        "latest B/val/loss=step=2.ckpt",
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "A" / "epoch=0-step=4.ckpt").read_text())["tag"] == "A/epoch=0-step=4"
+
+
+WEIGHTS_ALONE = """
+io = StepfastCheckpointIO()
+weights = saving("weights", save_weights_only=True, monitor="step", mode="max")
+make(saving("full"), weights, plugins=[io]).fit(BoringModel())
+print("latest", io.latest_checkpoint())
+print("of weights", io.latest_checkpoint("weights"))
+assert set(io.load_checkpoint(weights.best_model_path)) >= {"state_dict", "loops"}
+assert not any(name.startswith("stepfast") for name in io.load_checkpoint(weights.best_model_path))
+"""
+
+
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path) -> None:
+    told = alone(tmp_path, WEIGHTS_ALONE)
+    assert "latest full/epoch=0-step=4.ckpt" in told
+    assert "of weights None" in told
+
+
+WEIGHTS_ALONE_OF_SHARDS = """
+strategy = StepfastModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+weights = saving("weights", save_weights_only=True, monitor="step", mode="max")
+class Divided(BoringModel):
+    def configure_model(self):
+        torch.distributed.fsdp.fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+
+make(saving("full"), weights, strategy=strategy).fit(Divided())
+io = strategy.checkpoint_io
+print("latest", io.latest_checkpoint())
+print("of weights", io.latest_checkpoint("weights"))
+full = strategy.load_checkpoint("full/epoch=0-step=4.ckpt", weights_only=True)
+print("step", full["global_step"], "generators", "torch" in io.rng)
+"""
+
+
+def test_shards_of_weights_alone_are_nothing_to_go_on_from(tmp_path: Path) -> None:
+    told = alone(tmp_path, WEIGHTS_ALONE_OF_SHARDS)
+    assert "latest full/epoch=0-step=4.ckpt" in told
+    assert "of weights None" in told
+    assert "step 4 generators True" in told
+
+
+RUNNING_CODE = """
+class Evil:
+    def __reduce__(self):
+        return print, ("code of the checkpoint has run",)
+
+io = StepfastCheckpointIO()
+opened = io.checkpoints.open("evil", step=50)
+opened.put("state_dict", {"w": torch.ones(1)})
+opened.put("stepfast.rng.0", Evil(), copy=False)
+io.saved_at("evil.ckpt", opened.commit(), "evil")
+try:
+    io.load_checkpoint("evil.ckpt", weights_only=True)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_generators_run_no_code_of_the_checkpoint_under_weights_only(tmp_path: Path) -> None:
+    told = alone(tmp_path, RUNNING_CODE)
+    assert "code of the checkpoint has run" not in told
+    assert "CheckpointUnsafe: " in told
+
+
+RUNNING_CODE_OF_SHARDS = """
+import torch.distributed.checkpoint as dcp
+from stepfast.torch.dcp import Sharing, StepfastStorageReader, StepfastStorageWriter, TaggedCheckpoints
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code of the checkpoint has run",)
+
+checkpoints = TaggedCheckpoints(sharing=Sharing.EVERY_RANK)
+dcp.save({"trainer": Evil()}, checkpoint_id="evil", storage_writer=StepfastStorageWriter(checkpoints))
+checkpoints.flush()
+try:
+    reader = StepfastStorageReader(checkpoints, weights_only=True)
+    dcp.load({"trainer": b""}, checkpoint_id="evil", storage_reader=reader)
+except BaseException as error:  # torch's own, around ours
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_shards_run_no_code_of_the_checkpoint_under_weights_only(tmp_path: Path) -> None:
+    told = alone(tmp_path, RUNNING_CODE_OF_SHARDS)
+    assert "code of the checkpoint has run" not in told
+    assert "CheckpointUnsafe" in told
+
+
+VALIDATING = """
+class First(Callback):
+    def __init__(self):
+        self.seen = None
+    def on_train_batch_end(self, *_):
+        self.seen = torch.get_rng_state() if self.seen is None else self.seen
+
+io = StepfastCheckpointIO()
+def fit(validates):
+    first = First()
+    trainer = make(first, limit_val_batches=1, enable_checkpointing=False, plugins=[io])
+    model = BoringModel()
+    if validates:
+        trainer.validate(model, ckpt_path="one.ckpt", verbose=False)
+    seed_everything(1, verbose=False)
+    trainer.fit(model)
+    return trainer, first.seen
+
+trainer, plain = fit(False)
+torch.rand(1000)
+trainer.save_checkpoint("one.ckpt")
+_, validated = fit(True)
+print("the same", torch.equal(plain, validated))
+"""
+
+
+def test_a_checkpoint_that_was_validated_leaves_the_generators_of_fit_alone(tmp_path: Path) -> None:
+    assert "the same True" in alone(tmp_path, VALIDATING)
+
+
+# The agent's word that the job is to be stopped, and the wait for its end, are the launcher's.
+STOPPED = """
+class Counting(Callback):  # as an average of weights would
+    seen = 0
+    def on_train_batch_end(self, *_):
+        self.seen += 1
+    def state_dict(self):
+        return {"seen": self.seen}
+
+class Late(ModelCheckpoint):
+    def on_train_batch_end(self, trainer, *arguments):
+        super().on_train_batch_end(trainer, *arguments)
+        self.last = trainer.global_step
+    def state_dict(self):
+        return {**super().state_dict(), "last": self.last}
+
+io = StepfastCheckpointIO()
+io.checkpoints.is_last_step = lambda step: step == 3
+io.checkpoints.wait_to_be_stopped = lambda step: print("waits", step)
+trainer = make(Counting(), Late("out", every_n_train_steps=2), plugins=[io])
+trainer.fit(BoringModel())
+assert type(trainer.checkpoint_callback) is Late
+stopped = io.load_checkpoint("out/stopped.ckpt")
+[seen] = [state["seen"] for name, state in stopped["callbacks"].items() if "Counting" in name]
+[last] = [state["last"] for name, state in stopped["callbacks"].items() if "Late" in name]
+print("stopped", stopped["global_step"], "seen", seen, "last", last)
+"""
+
+
+def test_the_last_step_of_a_job_that_is_to_be_stopped_has_all_that_callbacks_keep(tmp_path: Path) -> None:
+    told = alone(tmp_path, STOPPED)
+    assert "waits 3" in told
+    assert "stopped 3 seen 3 last 3" in told
+
+
+SNIPPETS = re.findall(
+    r"```python\n(.*?)```", DOCUMENT.partition("\n## Lightning\n")[2].partition("\n## ")[0], re.DOTALL
+)
+SURROUNDINGS = """
+from torch.utils.data import DataLoader
+from lightning.pytorch.demos.boring_classes import BoringModel as MyModel, RandomDataset
+model, data = MyModel(), DataLoader(RandomDataset(32, 8))
+"""
+
+
+@pytest.mark.parametrize("number", range(2), ids=["one rank", "several ranks"])
+def test_the_documents_lines_run_as_they_stand(tmp_path: Path, number: int) -> None:
+    [*trainings, export] = SNIPPETS
+    assert len(trainings) == 2
+    told = alone(tmp_path, SURROUNDINGS + trainings[number] + export + "print('trained', trainer.global_step)")
+    assert "trained 24" in told
+    again = alone(tmp_path, SURROUNDINGS + trainings[number].replace("max_epochs=3", "max_epochs=4"))
+    assert "trained 24" not in again
+    assert torch.load(tmp_path / "regular.ckpt", weights_only=True)["global_step"] == 24
 
 
 READING = """

@@ -30,10 +30,16 @@ STOPPED = f"stopped{SUFFIX}"  # the checkpoint of a job that is to be stopped
 
 class StepfastCallback(Callback):
     """Tells the job's status of each step, puts the random generators where the loaded checkpoint had them, and saves
-    the last step of a job that is to be stopped.
+    the last step of a job that is to be stopped, behind all callbacks.
     """
 
-    _told_step = 0
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        io = trainer.strategy.checkpoint_io
+        if isinstance(io, StepfastCheckpointIO):
+            io.rng = None  # of what was only looked at
+            if not isinstance(trainer.callbacks[-1], _StepsEnd):
+                trainer.callbacks.append(_StepsEnd())
+        super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Before the next epoch's data is shuffled.
@@ -41,7 +47,8 @@ class StepfastCallback(Callback):
         super().on_fit_start(trainer, pl_module)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.strategy.restore_checkpoint_after_setup:  # and behind on_fit_start
+        # Behind on_fit_start; for validation or test no generator is touched.
+        if trainer.strategy.restore_checkpoint_after_setup and trainer.training:
             self._restore(trainer, at_epochs_end=True)
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
@@ -50,25 +57,31 @@ class StepfastCallback(Callback):
         self._restore(trainer, at_epochs_end=False)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        io = trainer.strategy.checkpoint_io
-        # Where gradients are only being accumulated the step stays.
-        if isinstance(io, StepfastCheckpointIO) and trainer.global_step != self._told_step:
-            self._told_step = trainer.global_step
-            io.checkpoints.progress(trainer.global_step, trainer.callback_metrics)
-            if io.checkpoints.is_last_step(trainer.global_step):
-                trainer.save_checkpoint(_folder_of(trainer) / STOPPED)
-                saved_step = trainer.strategy.broadcast(io.saved and io.saved.step)  # rank 0 saves, be it alone
-                io.checkpoints.wait_to_be_stopped(saved_step)
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
     def _restore(self, trainer: Trainer, *, at_epochs_end: bool) -> None:
         io = trainer.strategy.checkpoint_io
         if isinstance(io, StepfastCheckpointIO) and io.rng is not None and io.is_epochs_end is at_epochs_end:
             set_rng_state(io.rng)
             io.rng = None
+
+
+class _StepsEnd(Callback):
+    """The last of the Trainer's: what the others keep has this step in it when it is saved. Lightning itself would have
+    only its Checkpoint callbacks behind all others, and takes the first of these for the one that knows the best model.
+    """
+
+    _told_step = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        io = trainer.strategy.checkpoint_io
+        # Where gradients are only being accumulated the step stays.
+        if trainer.global_step == self._told_step or trainer.callbacks[-1] is not self:
+            return
+        self._told_step = trainer.global_step
+        io.checkpoints.progress(trainer.global_step, trainer.callback_metrics)
+        if io.checkpoints.is_last_step(trainer.global_step):
+            trainer.save_checkpoint(_folder_of(trainer) / STOPPED)
+            saved_step = trainer.strategy.broadcast(io.saved and io.saved.step)  # rank 0 saves, be it alone
+            io.checkpoints.wait_to_be_stopped(saved_step)
 
 
 def _folder_of(trainer: Trainer) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from stepfast.errors import StateUnsupported
 from stepfast.integrations.deepspeed import settings_of
 from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine, replaced
 from stepfast.integrations.deepspeedengines import folder_of, tag_in
-from stepfast.integrations.lightningio import StepfastCheckpointIO, step_of
+from stepfast.integrations.lightningio import StepfastCheckpointIO, marks_of, step_of
 from stepfast.integrations.lightningnames import DeepSpeedStrategy
 from stepfast.nebula.settings import Settings
 from stepfast.torch.rng import get_rng_state
@@ -31,7 +32,7 @@ class StepfastDeepSpeedStrategy(DeepSpeedStrategy):
         self._engine: Any = None
 
     def init_deepspeed(self) -> None:
-        self._engine = StepfastCheckpointEngine(Settings())
+        self._engine = _Engine(Settings())
         self._engine.adopt(self.checkpoint_io.checkpoints)
         with replaced("create_checkpoint_engine", lambda *_, **__: self._engine):
             super().init_deepspeed()
@@ -41,7 +42,7 @@ class StepfastDeepSpeedStrategy(DeepSpeedStrategy):
         """On every rank; returns when the rank's share is in memory."""
         self.checkpoint_io.check_options(storage_options)
         folder = os.path.relpath(self.broadcast(filepath))
-        self._engine.next_step = step_of(checkpoint)
+        self._engine.next_step, self._engine.marks = step_of(checkpoint), marks_of(checkpoint)
         super().save_checkpoint(checkpoint, folder)
         self.checkpoint_io.saved_at(folder, self._engine.saved, tag_in(folder, _TAG))
 
@@ -54,6 +55,17 @@ class StepfastDeepSpeedStrategy(DeepSpeedStrategy):
         checkpoint: dict[str, Any] = super().load_checkpoint(folder, weights_only)
         self.checkpoint_io.loaded(checkpoint, get_rng_state())  # the engine has set it; data may be shuffled yet
         return checkpoint
+
+
+class _Engine(StepfastCheckpointEngine):
+    marks: Sequence[str] = ()
+    """Names that the next save is to have beside DeepSpeed's own."""
+
+    def commit(self, info: Any) -> bool:
+        if self._opened is not None:
+            for name in self.marks:
+                self._opened.put(name, True)
+        return super().commit(info)
 
 
 class _FolderIO(StepfastCheckpointIO):

@@ -24,7 +24,8 @@ from stepfast.torch.writer import Saved
 
 log = logging.getLogger("stepfast")
 
-RNG = "stepfast.rng"  # beside Lightning's own keys: the random generators of the rank
+RNG = "stepfast.rng"  # beside Lightning's own keys: the random generators of each rank, by `rng_of`
+WEIGHTS_ALONE = "stepfast.weights_alone"  # beside them where no training can go on from the checkpoint
 SUFFIX = ".ckpt"
 _OPTIONS = {"is_best", "persist_path"}  # Nebula's
 
@@ -78,17 +79,15 @@ class StepfastCheckpointIO(TorchCheckpointIO):
         return self._made
 
     def latest_checkpoint(self, dirpath: str | os.PathLike[str] | None = None) -> str | None:
-        """A path for `trainer.fit(ckpt_path=…)`: of the step that the job goes on from, also on a disk that has seen
-        nothing of it; None when there is none. Every rank calls it.
+        """A path for `trainer.fit(ckpt_path=…)`: of the step that training goes on from, also on a disk that has seen
+        nothing of it; None when there is none. What was saved with `save_weights_only` is none. Every rank calls it.
 
-        dirpath: the folder that it is to be in; None: where it was saved.
+        dirpath: what was saved there, or in a folder in there; None: anywhere, by whichever of the job's Trainers.
         """
-        found = self.checkpoints.latest()
+        found = self._latest(None if dirpath is None else os.path.relpath(dirpath))
         if found is None:
             return None
         path = self.path_of(found) or Path(f"global_step{found.step}{SUFFIX}")
-        if dirpath is not None:
-            path = Path(dirpath, path.name)
         self.pointers.point(path, found.step, found.tag)
         return str(path)
 
@@ -113,20 +112,25 @@ class StepfastCheckpointIO(TorchCheckpointIO):
         if self.checkpoints.environment.rank == 0 or self._sharing is not Sharing.EVERY_RANK:
             for name, item in checkpoint.items():
                 opened.put(str(name), item, copy=False)
-        opened.put(RNG, get_rng_state(), copy=False)
+            for name in marks_of(checkpoint):
+                opened.put(name, True)
+        opened.put(rng_of(self.checkpoints.environment.rank), get_rng_state(), copy=False)
         self.saved_at(path, opened.commit(), opened.tag)
 
     def load_checkpoint(
         self, path: Any, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The checkpoint that was saved at that path. Raises FileNotFoundError, CheckpointDamaged, CheckpointUnsafe."""
+        """The checkpoint that was saved at that path, by whichever rank. Raises FileNotFoundError, CheckpointDamaged,
+        CheckpointUnsafe.
+        """
         if os.path.exists(path) and not has_pointer(path):
             loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
             return loaded
         found = self.find(path)
         checkpoint = self._read(found, "cpu" if map_location is None else map_location, weights_only=bool(weights_only))
-        own = self.checkpoints.names(found.step)
-        self.loaded(checkpoint, self.checkpoints.load(found.step, RNG) if RNG in own else None)
+        own = rng_of(self.checkpoints.environment.rank)
+        is_there = own in self.checkpoints.names(found.step)
+        self.loaded(checkpoint, self.checkpoints.load(found.step, own, weights_only=True) if is_there else None)
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -180,6 +184,7 @@ class StepfastCheckpointIO(TorchCheckpointIO):
 
     def find(self, path: Any) -> CommittedStep:
         """The step that the path stands for. Raises FileNotFoundError, as Lightning's own."""
+        self._settle(self.tag_of(path))
         found = self.pointers.find(path, self.tag_of(path))
         if found is None:
             raise FileNotFoundError(
@@ -190,6 +195,26 @@ class StepfastCheckpointIO(TorchCheckpointIO):
 
     # ------------------------------------------------------------ inside
 
+    def _latest(self, folder: str | None) -> CommittedStep | None:
+        self._settle()
+        newest = self.checkpoints.latest()
+        for found in reversed(self.checkpoints.steps()):
+            path = self.path_of(found)
+            is_there = folder is None or (path is not None and path.is_relative_to(folder))
+            if newest is None or found.step > newest.step or not is_there:
+                continue
+            if not found.tag or WEIGHTS_ALONE not in self.checkpoints.names_of_first(found.step):
+                return found
+            log.warning(
+                "stepfast: step %s (%s) holds weights alone: no training goes on from it", found.step, found.tag
+            )
+        return None
+
+    def _settle(self, tag: str | None = None) -> None:
+        """What rank 0 has just saved is there for the other ranks too."""
+        if self._sharing is Sharing.THIS_RANK:
+            self.checkpoints.settle(tag)
+
     def _read(self, found: CommittedStep, location: MapLocation, *, weights_only: bool) -> dict[str, Any]:
         names = self.checkpoints.names_of_first(found.step)
         if METADATA in names:
@@ -199,7 +224,7 @@ class StepfastCheckpointIO(TorchCheckpointIO):
         return {
             name: self.checkpoints.load(found.step, name, location, weights_only=weights_only)
             for name in names
-            if name != RNG
+            if name != WEIGHTS_ALONE and not name.startswith(RNG)
         }
 
 
@@ -209,4 +234,15 @@ def step_of(checkpoint: Mapping[str, Any]) -> int | None:
     return step if type(step) is int and step >= 0 else None
 
 
-__all__ = ["RNG", "SUFFIX", "StepfastCheckpointIO", "step_of"]
+def marks_of(checkpoint: Mapping[str, Any]) -> list[str]:
+    """What says, by its name alone, what a step is no good for."""
+    is_trainers = "pytorch-lightning_version" in checkpoint
+    return [WEIGHTS_ALONE] if is_trainers and "optimizer_states" not in checkpoint else []
+
+
+def rng_of(rank: int) -> str:
+    """The name of that rank's random generators; another's would draw the same dropout for other data."""
+    return f"{RNG}.{rank}"
+
+
+__all__ = ["SUFFIX", "StepfastCheckpointIO", "marks_of", "rng_of", "step_of"]

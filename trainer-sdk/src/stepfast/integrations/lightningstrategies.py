@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stepfast.integrations.lightningio import RNG, StepfastCheckpointIO, step_of
+from stepfast.integrations.lightningio import StepfastCheckpointIO, marks_of, rng_of, step_of
 from stepfast.integrations.lightningnames import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from stepfast.integrations.pointers import has_pointer
 from stepfast.torch.dcp import StepfastStorageReader, StepfastStorageWriter
@@ -62,9 +62,11 @@ class _Sharded:
             _MODEL: checkpoint["state_dict"],
             _OPTIMIZERS: _by_number(checkpoint.get("optimizer_states", ())),
             _TRAINER: _packed(rest),
-            f"{RNG}.{self.global_rank}": _packed(get_rng_state()),
+            rng_of(self.global_rank): _packed(get_rng_state()),
         }
-        writer = StepfastStorageWriter(self.checkpoint_io.checkpoints, step=step_of(checkpoint))
+        writer = StepfastStorageWriter(
+            self.checkpoint_io.checkpoints, step=step_of(checkpoint), marks=marks_of(checkpoint)
+        )
         save(state, checkpoint_id=tag, storage_writer=writer)
         self.checkpoint_io.saved_at(filepath, writer.saved, tag)
 
@@ -76,8 +78,10 @@ class _Sharded:
         if os.path.exists(path) and not has_pointer(path):
             loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
             return loaded
-        reader = StepfastStorageReader(self.checkpoint_io.checkpoints, step=self.checkpoint_io.find(path).step)
-        own_rng = f"{RNG}.{self.global_rank}"
+        reader = StepfastStorageReader(
+            self.checkpoint_io.checkpoints, step=self.checkpoint_io.find(path).step, weights_only=weights_only
+        )
+        own_rng = rng_of(self.global_rank)
         state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model), _TRAINER: b""}
         if self.lightning_module.trainer.training:
             state[_OPTIMIZERS] = _by_number(self.optimizer_state(optimizer) for optimizer in self.optimizers)
@@ -89,7 +93,7 @@ class _Sharded:
         for number, optimizer in enumerate(self.optimizers if _OPTIMIZERS in state else ()):
             set_optimizer_state_dict(self.model, optimizer, state[_OPTIMIZERS][str(number)])
         checkpoint: dict[str, Any] = _unpacked(state[_TRAINER], weights_only=bool(weights_only))
-        rng = _unpacked(state[own_rng], weights_only=False) if own_rng in state else None
+        rng = _unpacked(state[own_rng], weights_only=True) if own_rng in state else None
         self.checkpoint_io.loaded(checkpoint, rng)
         return checkpoint
 

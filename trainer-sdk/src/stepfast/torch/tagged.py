@@ -371,6 +371,17 @@ class TaggedCheckpoints:
                 self._attendance.wait(saved.step, _FLUSH_SECONDS)
             saved.wait(Tier.PERSISTENT)
 
+    def settle(self, tag: str | None = None) -> None:
+        """Waits until the run's newest step, or its newest of that tag, is committed, whichever ranks have saved it; or,
+        where it never will be, the one before. For ranks that save nothing themselves. Raises StorageError, GangError.
+        """
+        for agreed in reversed(read_book(self._gang).steps):
+            if not agreed.save or tag not in (None, agreed.tag):
+                continue
+            is_own = self._opened[agreed.tag] >= agreed.occurrence
+            if self._is_committed(agreed) if is_own else self._settlement.is_committed(agreed):
+                return
+
     def _told_sharers(self, step: int, sharers: RankSet) -> None:
         if self._branch.is_done:
             self._share(step, sharers)

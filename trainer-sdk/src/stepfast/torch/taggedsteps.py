@@ -74,24 +74,27 @@ class TaggedSteps:
         rank = next((rank for rank in self._ranks(reader) if name in reader.names(rank)), None)
         if rank is None:
             raise CheckpointNotFound(f"step {step} holds no {name!r}")
-        is_careful = self._weights_only if weights_only is None else weights_only
+        is_careful = self._is_careful(weights_only)
         item = reader.read_objects(rank, [name], device_of(map_location), weights_only=is_careful)[name]
         self.tier = reader.tier
         return item
 
     def load_from(
-        self, step: int, rank: int, names: Collection[str], into: Mapping[str, torch.Tensor]
-    ) -> dict[str, Any]:
+        self, step: int, rank: int, names: Collection[str], into: Mapping[str, torch.Tensor], *,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """What that rank saved under these names, in host memory.
 
-        `into`: tensors that take the bytes of those of their name, and are returned, where they look alike. Raises
-        CheckpointNotFound, CheckpointDamaged, CheckpointUnsafe, StorageError.
+        `into`: tensors that take the bytes of those of their name, and are returned, where they look alike.
+        `weights_only`: None: as for all of them. Raises CheckpointNotFound, CheckpointDamaged, CheckpointUnsafe,
+        StorageError.
         """
         reader = self._open(step)
         missing = sorted(set(names) - set(reader.names(rank)))
         if missing:
             raise CheckpointNotFound(f"step {step} holds no {missing[0]!r} of rank {rank}")
-        items = reader.read_objects(rank, set(names), device_of("cpu"), weights_only=self._weights_only, into=into)
+        is_careful = self._is_careful(weights_only)
+        items = reader.read_objects(rank, set(names), device_of("cpu"), weights_only=is_careful, into=into)
         self.tier = reader.tier
         return items
 
@@ -100,6 +103,9 @@ class TaggedSteps:
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
+
+    def _is_careful(self, weights_only: bool | None) -> bool:
+        return self._weights_only if weights_only is None else weights_only
 
     def _ranks(self, reader: StepReader) -> Sequence[int]:
         return sorted(reader.ranks, key=lambda rank: (rank != self._rank, rank))

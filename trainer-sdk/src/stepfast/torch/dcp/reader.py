@@ -26,10 +26,15 @@ class StepfastStorageReader(StorageReader):
 
     The step is the newest whose tag is the `checkpoint_id`, or `step`; without both the one to go on from, on all ranks
     the same. Tensors of a state that lie in host memory take the bytes directly.
+
+    weights_only: True refuses objects that run code when loaded; None: as `checkpoints` does.
     """
 
-    def __init__(self, checkpoints: TaggedCheckpoints, *, step: int | None = None) -> None:
+    def __init__(
+        self, checkpoints: TaggedCheckpoints, *, step: int | None = None, weights_only: bool | None = None
+    ) -> None:
         self._checkpoints, self._wanted = checkpoints, step
+        self._weights_only = checkpoints.weights_only if weights_only is None else weights_only
         self._tag: str | None = None
         self.load_id = str(uuid.uuid4())
         """Of the load that is being made."""
@@ -56,7 +61,7 @@ class StepfastStorageReader(StorageReader):
             with self._checkpoints.reading(step) as steps:
                 if not any(METADATA in steps.names_of(step, rank) for rank in steps.ranks(step)):
                     raise CheckpointMismatch(f"step {step} was not saved by torch.distributed.checkpoint")
-                metadata = decode(lambda name: steps.load(step, name), step=step)
+                metadata = decode(lambda name: steps.load(step, name, weights_only=self._weights_only), step=step)
         except BaseException:
             self._tag = None
             raise
@@ -91,7 +96,7 @@ class StepfastStorageReader(StorageReader):
             for rank, items in sorted(wanted.items()):
                 places = {id(item): _target(item, planner) for of_name in items.values() for item in of_name}
                 into = {name: target for name, (item, *_) in items.items() if (target := places[id(item)]) is not None}
-                found = steps.load_from(self._step, rank, list(items), into)
+                found = steps.load_from(self._step, rank, list(items), into, weights_only=self._weights_only)
                 for name, of_name in items.items():
                     for item in of_name:
                         self._give(item, found[name], places[id(item)], planner)
@@ -124,7 +129,7 @@ class StepfastStorageReader(StorageReader):
 
     def _checked(self, data: bytes) -> bytes:
         """torch pickles what is no tensor, and its planners read that without a question."""
-        if self._checkpoints.weights_only:
+        if self._weights_only:
             try:
                 torch.load(io.BytesIO(data), weights_only=True)
             except pickle.UnpicklingError as error:

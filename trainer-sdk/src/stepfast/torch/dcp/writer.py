@@ -23,12 +23,13 @@ class StepfastStorageWriter(StepfastStager, StorageWriter):
     """Saves to a job's steps; the `checkpoint_id` is the step's tag.
 
     It is its own stager: `dcp.async_save` needs no other. `step`: what each save is to become, if that is ahead of all
-    that the run has saved; None: what its tag says.
+    that the run has saved; None: what its tag says. `marks`: names that the step has beside those of the state, which
+    tell something of it to whoever lists them.
     """
 
-    def __init__(self, checkpoints: TaggedCheckpoints, *, step: int | None = None) -> None:
+    def __init__(self, checkpoints: TaggedCheckpoints, *, step: int | None = None, marks: Sequence[str] = ()) -> None:
         super().__init__()
-        self._checkpoints, self._step = checkpoints, step
+        self._checkpoints, self._step, self._marks = checkpoints, step, marks
         self._tag: str | None = None
         self.save_id = _new_id()
         """Of the save that is being made; `read_metadata().storage_meta` tells it."""
@@ -102,6 +103,8 @@ class StepfastStorageWriter(StepfastStager, StorageWriter):
         metadata.storage_meta = StorageMeta(checkpoint_id=opened.tag, save_id=self.save_id)
         for name, item in encode(metadata, places).items():
             opened.put(name, item, copy=False)
+        for name in self._marks:
+            opened.put(name, True)
         self.saved = opened.commit()
 
     def __reduce__(self) -> NoReturn:
