@@ -367,6 +367,11 @@ class TaggedCheckpoints:
         told = self._gang.exchange(f"tags/names/{self._asked}", json.dumps(sorted(own)))
         return sorted({name for names in told for name in json.loads(names)})
 
+    def exchange(self, topic: str, text: str) -> list[str]:
+        """Every rank's text, in the order of ranks. Every rank calls it. Raises GangError."""
+        self._asked += 1
+        return self._gang.exchange(f"tags/{topic}/{self._asked}", text)
+
     def load(self, step: int, name: str, map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
         """The object of that name as this rank saved it, or, when it did not, the first rank that has.
 
