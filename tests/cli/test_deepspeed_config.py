@@ -144,6 +144,35 @@ def test_text_that_does_not_begin_as_json_is_read_as_python(fix: Any, written: A
     assert json.loads(fix(written(' {"train_batch_size": 8}', "config")).out) == {"train_batch_size": 8}
 
 
+def test_comments_are_skipped_to_see_what_a_text_is(fix: Any, written: Any) -> None:
+    assert json.loads(fix(written('// of the cluster\n{"train_batch_size": 8}', "config")).out) == {
+        "train_batch_size": 8
+    }
+    assert json.loads(fix(written("# x\nconfig = {'train_batch_size': 8}", "y.txt")).out) == {"train_batch_size": 8}
+
+
+HALF_PAIRS = {
+    "a value": ('{"train_batch_size": 8, "tensorboard": {"job_name": "\\ud800"}}', "tensorboard.job_name:"),
+    "a key": ('{"train_batch_size": 8, "fp16": {"\\ud800": 1}}', "fp16:"),
+}
+
+
+@pytest.mark.parametrize(("text", "path"), HALF_PAIRS.values(), ids=HALF_PAIRS)
+def test_half_a_pair_of_surrogates_is_refused_by_its_path(text: str, path: str, fix: Any, written: Any) -> None:
+    said = fix(written(text))
+
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith(f"stepfast: {path}\n")
+    assert "no value of text" in said.err
+
+
+def test_keys_that_deepspeed_does_not_read_are_no_change(fix: Any, written: Any) -> None:
+    said = fix(written(VALID | {"_comment": "for the cluster"}), "--check")
+
+    assert said.code == 0
+    assert "note: _comment: " in said.err
+
+
 def test_name_chooses_one_of_several(fix: Any, written: Any) -> None:
     file = written("config = {'train_batch_size': 8}\nds_config = {'train_batch_size': 4}", "train.py")
 

@@ -173,11 +173,6 @@ MISREAD = {
     "clipping as a switch": ({"gradient_clipping": True}, {"gradient_clipping": 1.0}),
     "clipping as null": ({"gradient_clipping": None}, {"gradient_clipping": 0.0}),
     "aio's old name": ({"aio": {"thread_count": 2}}, {"aio": {"intra_op_parallelism": 2}}),
-    "a key of ZeRO at the top": (
-        zero(stage=3) | {"load_from_fp32_weights": False},
-        zero(stage=3, load_from_fp32_weights=False),
-    ),
-    "an old key of ZeRO at the top": (zero(stage=2) | {"cpu_offload": True}, zero(stage=2, offload_optimizer=CPU)),
     "fp32_allreduce": ({"fp32_allreduce": True}, {"communication_data_type": "fp32"}),
     "fp32_allreduce off": ({"fp32_allreduce": False}, {}),
     "the first ZeRO's keys": (
@@ -191,7 +186,6 @@ MISREAD = {
         {"scheduler": {"type": "WarmupLR", "params": {}, "warmup_num_steps": 9}},
         warmup(warmup_num_steps=9),
     ),
-    "an unknown key that is ignored": ({"colour": "red"}, {}),
     "a writer's buffer as 64e6": (
         {"checkpoint": {"writer": {"io_buffer_size": 64e6}}},
         {"checkpoint": {"writer": {"io_buffer_size": 64000000}}},
@@ -217,6 +211,29 @@ def test_misread_configuration_says_what_was_meant(before: Any, after: Any, deep
     assert fixed.configuration == with_batch(after)
     assert fixed.rewrites
     assert deepspeed.refusal(fixed.configuration) is None
+
+
+# What DeepSpeed neither refuses nor reads.
+IGNORED = {
+    "a comment": {"_comment": "for the cluster"},
+    "a seed": {"seed": 1234},
+    "a block": {"my_run": {"owner": "me", "tags": ["auto"]}},
+    "a word for frameworks in it": {"my_run": "auto"},
+    "in a block that no model reads": {"flops_profiler": {"enabled": True, "colour": "red"}},
+    "a guess": {"min_num_size": 1e8},
+    "beside the block that says it": {"loss_scale": 128, "fp16": {"enabled": True, "loss_scale": 0}},
+}
+
+
+@pytest.mark.parametrize("configuration", IGNORED.values(), ids=IGNORED)
+def test_what_deepspeed_ignores_stays_and_is_said(configuration: Any, deepspeed: Any) -> None:
+    configuration = BATCH | {"gradient_clipping": 1.0} | configuration
+    assert deepspeed.refusal(configuration) is None
+
+    fixed = fix(configuration)
+
+    assert (fixed.configuration, fixed.rewrites) == (configuration, ())
+    assert ["stays, and does nothing" in note for note in fixed.notes] == [True]
 
 
 def test_each_rewrite_says_what_was_there_what_is_and_why() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 import pytest
@@ -44,6 +45,11 @@ names = st.one_of(
 anything = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=6), max_leaves=12
 )
+# Keys of whoever wrote the file: neither known anywhere, now or once, nor like a known one.
+strange_names = st.one_of(st.sampled_from(["_comment", "seed", "my_run", "x.y"]), st.text(max_size=6)).filter(
+    lambda name: name not in {*known, *old} and not get_close_matches(name.lower(), known, cutoff=0.8)
+)
+strangers = st.dictionaries(strange_names, anything, max_size=3)
 objects = st.dictionaries(names, anything, max_size=8)
 old_values = st.one_of(st.booleans(), st.integers(0, 64), st.just({"enabled": False}))
 
@@ -63,6 +69,8 @@ def block_at(path: tuple[str, ...], *, is_valid: bool) -> st.SearchStrategy[dict
     inner = [found for found in SECTIONS if found and found[:-1] == path]
     fields = {name: valid_value(kind, section) for name, kind in section.keys.items()}
     fields |= {found[-1]: block_at(found, is_valid=is_valid) for found in inner}
+    if not section.is_model and not section.is_open:
+        fields |= {"_comment": anything, "owner": anything}
     if not is_valid:
         fields |= {found[-1]: old_values for found in old_paths() if found[:-1] == path}
         fields = {name: st.integers(0, 19).flatmap(rarely(anything, field)) for name, field in fields.items()}
@@ -131,9 +139,12 @@ def test_what_is_fixed_deepspeed_takes(configuration: dict[str, Any], deepspeed:
     assert deepspeed.refusal(fixed, world_size=2) is None
 
 
-@given(configuration=block_at((), is_valid=True), groups=st.integers(1, 2))
+@given(configuration=block_at((), is_valid=True), strange=strangers, groups=st.integers(1, 2))
 @SHARED
-def test_what_deepspeed_takes_stays_as_it_is(configuration: dict[str, Any], groups: int, deepspeed: Any) -> None:
+def test_what_deepspeed_takes_stays_as_it_is(
+    configuration: dict[str, Any], strange: dict[str, Any], groups: int, deepspeed: Any
+) -> None:
+    configuration |= strange
     configuration |= {"train_micro_batch_size_per_gpu": 2}
     configuration = {key: value for key, value in configuration.items() if key not in {"scheduler", "optimizer"}}
     assume('"legacy_stage1"' not in json.dumps(configuration))  # refused, but not before there is an engine

@@ -9,7 +9,7 @@ import pytest
 
 from stepfast.errors import SpecError
 from stepfast.integrations.deepspeedconfig import source
-from stepfast.integrations.deepspeedconfig.source import read_json, read_python
+from stepfast.integrations.deepspeedconfig.source import is_json, read_json, read_python
 
 
 def test_json_is_read() -> None:
@@ -111,6 +111,8 @@ REFUSED: dict[str, tuple[str, str | None, str]] = {
     "a key that is no text": ("config = {1: 2}", None, "1 is no literal"),
     "an unpacked dictionary": ("config = {**a}", None, "is no literal"),
     "a positional argument": ("Hparams(a, b=1)", None, "a is no literal"),
+    "a flag behind a minus": ("config = {'a': -True}", None, "a: line 1: -True is no literal"),
+    "half a pair of surrogates": ("config = {'\\ud800': f()}", None, r"\\ud800: line 1: f\(\) is no literal"),
     "arithmetic": ("config = {'a': 10**10**10}", None, "a: line 1: 10 \\*\\* 10 \\*\\* 10 is no literal"),
     "bytes": ("config = {'a': b'x'}", None, "is no literal"),
     "no Python": ("class M:\ndef f():", None, "line 2: expected an indented block.* holds no call of Hparams"),
@@ -124,6 +126,60 @@ REFUSED: dict[str, tuple[str, str | None, str]] = {
 def test_python_file_without_one_literal_configuration_is_refused(text: str, name: str | None, reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         read_python(text, name)
+
+
+CHANGED = {
+    "a key": "ds_config['train_batch_size'] = 32",
+    "a key of a block": "ds_config['fp16']['enabled'] = True",
+    "in place": "ds_config['train_batch_size'] *= 2",
+    "a union": "ds_config |= {'fp16': {}}",
+    "update": "ds_config.update(zero_optimization={'stage': 3})",
+    "setdefault": "ds_config.setdefault('fp16', {})",
+    "a block's update": "ds_config['fp16'].update(enabled=True)",
+    "an attribute": "self.ds_config['train_batch_size'] = 32",
+    "del": "del ds_config['train_batch_size']",
+}
+
+
+@pytest.mark.parametrize("statement", CHANGED.values(), ids=CHANGED)
+def test_what_is_changed_behind_the_literal_is_said_not_to_be_taken_along(statement: str) -> None:
+    read = read_python(f"ds_config = {{'train_batch_size': 8}}\nif x:\n    {statement}")
+
+    assert read.configuration == {"train_batch_size": 8}
+    assert [note.partition(" is not taken along")[0] for note in read.notes] == [f"line 3: {short(statement)}"]
+
+
+def short(code: str) -> str:
+    return code if len(code) <= 40 else f"{code[:39]}…"
+
+
+UNCHANGED = {
+    "read": "x = ds_config['train_batch_size']; print(ds_config.get('fp16'))",
+    "another name": "other['train_batch_size'] = 32; other.update(a=ds_config)",
+}
+
+
+@pytest.mark.parametrize("statement", UNCHANGED.values(), ids=UNCHANGED)
+def test_what_does_not_change_the_literal_needs_no_note(statement: str) -> None:
+    assert read_python(f"ds_config['a'] = 1\nds_config = {{'train_batch_size': 8}}\n{statement}").notes == ()
+
+
+SNIFFED = {
+    "an object": (' {"a": 1}', True),
+    "a list": ("[1]", True),
+    "a slashed comment": ('// {\n{"a": 1}', True),
+    "a comment of several lines": ('/* x\n * y */\n{"a": 1}', True),
+    "a comment as in Python": ('# a\n\n# b\n{"a": 1}', True),
+    "a comment without end": ("/* a", True),
+    "a comment over Python": ("# {\nconfig = {'a': 1}", False),
+    "Python": ("config = {'a': 1}", False),
+    "many comments": ("#" * 50_000 + "\n# a" * 50_000, False),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), SNIFFED.values(), ids=SNIFFED)
+def test_a_text_is_json_by_what_follows_its_comments(text: str, expected: bool) -> None:
+    assert is_json(text) is expected
 
 
 def test_nothing_of_the_file_is_run(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def main() -> None:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpoints = TaggedCheckpoints(sharing=Sharing.EVERY_RANK) if task.way.startswith("stepfast") else None
+    checkpoints = (
+        TaggedCheckpoints(sharing=Sharing.EVERY_RANK, persist_all=True) if task.way.startswith("stepfast") else None
+    )
     writer = StepfastStorageWriter(checkpoints) if checkpoints is not None else None
     pending: Any = Future()
     pending.set_result(None)

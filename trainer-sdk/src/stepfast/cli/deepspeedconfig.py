@@ -18,7 +18,7 @@ from stepfast.errors import SpecError
 from stepfast.integrations.deepspeedconfig import RELEASE, Absent, Rewrite, Undecided
 from stepfast.integrations.deepspeedconfig import fix as fixed_configuration
 from stepfast.integrations.deepspeedconfig.draft import Block, Value
-from stepfast.integrations.deepspeedconfig.source import Source, read_json, read_python
+from stepfast.integrations.deepspeedconfig.source import Source, is_json, read_json, read_python
 from stepfast.storage.target import placed_file
 
 app = typer.Typer(no_args_is_help=True, help="DeepSpeed configurations: make old and broken ones valid.")
@@ -102,7 +102,7 @@ def _read(file: Path, name: str | None, *, in_place: bool) -> Source:
         raise SpecError("FILE", f"{file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise SpecError("FILE", f"{file} is no text: {error.reason} at byte {error.start}") from error
-    is_python = file.suffix == ".py" or (file.suffix != ".json" and not text.lstrip().startswith(("{", "[")))
+    is_python = file.suffix == ".py" or (file.suffix != ".json" and not is_json(text))
     if not is_python and name is not None:
         raise SpecError("--name", f"{file} is JSON, which is one configuration")
     if is_python and in_place:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from stepfast.integrations.deepspeedconfig.draft import Draft, Path, Value, places
-from stepfast.integrations.deepspeedconfig.keys import MICRO, SECTIONS, STEPS, TRAIN, ZERO
+from stepfast.integrations.deepspeedconfig.keys import MICRO, SECTIONS, STEPS, TRAIN, ZERO, is_read
 from stepfast.integrations.deepspeedconfig.values import AUTO
 
 _OWN_AUTO: Final = frozenset({("data_types", "keep_in_fp32_modules"), (ZERO, "zenflow")})
@@ -33,7 +33,7 @@ def settle_batch(draft: Draft, *, world_size: int | None) -> None:
 
 def has_auto(draft: Draft) -> bool:
     """Whether a framework is to fill something in; then it fills in the batch sizes too."""
-    return any(value == AUTO and not _is_own(path) for path, value in places(draft.root))
+    return any(value == AUTO and is_read(path) and not _is_own(path) for path, value in places(draft.root))
 
 
 def _is_own(path: Path) -> bool:

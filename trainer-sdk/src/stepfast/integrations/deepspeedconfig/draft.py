@@ -20,6 +20,8 @@ Path: TypeAlias = tuple[str, ...]
 
 # Deeper than any release reads; a limit of our own, so that no input meets the interpreter's.
 _DEPTH = 50
+# JSON's escapes can write it, and nothing can read it: it has no bytes in any encoding.
+_NO_TEXT = "no value of text: it has half of a pair of surrogates"
 
 
 class Absent(Enum):
@@ -70,6 +72,7 @@ class Draft:
     root: Block
     rewrites: list[Rewrite] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def get(self, path: Path) -> Value:
         """ABSENT also where something on the way is no block."""
@@ -126,6 +129,10 @@ class Draft:
             return
         self.problems.append(Problem(path=dotted(path), value=self.get(path), why=why))
 
+    def note(self, path: Path, what: str) -> None:
+        """Says something of a value that stays as it is."""
+        self.notes.append(f"{dotted(path)}: {what}")
+
     def _log(self, path: Path, was: Value, to: Path, now: Value, why: str) -> None:
         # Copies: later steps go on with the blocks themselves.
         was, now = deepcopy(was), deepcopy(now)
@@ -176,6 +183,9 @@ def _plain(value: object, path: Path, draft: Draft) -> Json:
         return {key: _plain(inner, (*path, key), draft) for key, inner in value.items() if _is_name(key, path, draft)}
     if isinstance(value, list | tuple):
         return [_plain(inner, (*path, str(index)), draft) for index, inner in enumerate(value)]
+    if isinstance(value, str) and not _is_text(value):
+        draft.problems.append(Problem(path=dotted(path), value=ABSENT, why=f"{value!a} is {_NO_TEXT}"))
+        return None
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float) and math.isfinite(value):
@@ -185,7 +195,12 @@ def _plain(value: object, path: Path, draft: Draft) -> Json:
 
 
 def _is_name(key: object, path: Path, draft: Draft) -> bool:
-    if isinstance(key, str):
+    if isinstance(key, str) and _is_text(key):
         return True
-    draft.problems.append(Problem(path=dotted(path), value=ABSENT, why=f"{key!r} is no name of a key"))
+    why = f"{key!a} is no name of a key" + (f": {_NO_TEXT}" if isinstance(key, str) else "")
+    draft.problems.append(Problem(path=dotted(path), value=ABSENT, why=why))
     return False
+
+
+def _is_text(value: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in value)

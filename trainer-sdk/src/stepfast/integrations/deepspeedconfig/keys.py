@@ -246,6 +246,12 @@ TORCH_SCHEDULERS: Final = (
 )  # fmt: skip
 
 
+def is_read(path: Path) -> bool:
+    """Whether the release reads what stands at this path, or hands it on: no name on the way is an unknown one."""
+    steps = ((path[:end], path[end]) for end in range(len(path)))
+    return all(at not in SECTIONS or SECTIONS[at].is_open or name in names_in(at) for at, name in steps)
+
+
 def names_in(path: Path) -> set[str]:
     """The keys of a section, its blocks among them."""
     inner = {found[-1] for found in SECTIONS if found and found[:-1] == path}

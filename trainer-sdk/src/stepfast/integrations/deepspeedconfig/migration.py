@@ -91,11 +91,12 @@ def _name_zero(draft: Draft) -> None:
     value = draft.get((ZERO,))
     if isinstance(value, bool):
         draft.put((ZERO,), {"stage": int(value)}, "a block has the stage: the first, when this was a switch")
-    elif isinstance(value, int | float | str) and (stage := Whole(least=0, most=3).read(value)) in {0, 1, 2, 3}:
-        assert isinstance(stage, int)
-        draft.put((ZERO,), {"stage": stage}, "a block has the stage")
     elif value is None:
         draft.drop((ZERO,), "null is no block; where it is not there ZeRO is off")
+    elif isinstance(value, int | float | str):
+        stage = Whole(least=0, most=3).read(value)
+        if isinstance(stage, int):
+            draft.put((ZERO,), {"stage": stage}, "a block has the stage")
 
 
 def _allow_own(draft: Draft) -> None:
@@ -106,7 +107,7 @@ def _allow_own(draft: Draft) -> None:
 
 
 def _notes(draft: Draft) -> list[str]:
-    notes = []
+    notes = [*draft.notes]
     if CLIPPING not in draft.root and not has_auto(draft):
         notes.append(
             f"{CLIPPING} is not said: DeepSpeed {RELEASE} clips at 1.0 then, where older releases did not clip. "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from typing import Final
 
-from stepfast.integrations.deepspeedconfig.draft import ABSENT, Block, Draft, Json, Path, Value
+from stepfast.integrations.deepspeedconfig.draft import ABSENT, Block, Draft, Json, Path, Value, dotted
 from stepfast.integrations.deepspeedconfig.keys import MICRO, RELEASE, SECTIONS, SYNONYMS, TRAIN, names_in
 from stepfast.integrations.deepspeedconfig.kinds import Flag
 from stepfast.integrations.deepspeedconfig.values import AUTO
@@ -94,10 +94,18 @@ _MISSED: Final = (
     (f"{_Z}.zeropp_loco_param", "LoCo was removed: quantised gradients lose the feedback of their errors"),
 )  # fmt: skip
 
-# Blocks that a key may have been put beside, in the order in which they are asked.
-_HOMES: Final[tuple[tuple[Path, tuple[Path, ...]], ...]] = (
-    ((), ((_Z,), ("activation_checkpointing",), ("fp16",))),
-    ((_Z,), (("activation_checkpointing",), ())),
+# Where a key belongs that stands in the wrong place, in the order in which blocks are asked.
+_HOMES: Final = (
+    # of ZeRO's block. Its model refuses every one of them, so nothing trains with it there, and moving loses nothing:
+    ("activation_checkpointing",),  # partition_activations and its kin: an article's example has them there
+    (),  # aio, gradient_clipping, communication_data_type, …
+)
+_TOP_HOMES: Final = (
+    # of the top level. No release read any of these there, not even the first ones (those that they did read are among
+    # _RENAMED): DeepSpeed ignores it, and in its block it would begin to count, so somebody has to decide:
+    (_Z,),  # overlap_comm, load_from_fp32_weights, cpu_offload, …: another schedule, other weights, another device
+    ("activation_checkpointing",),  # in a block of its own since there is any
+    ("fp16",),  # loss_scale, hysteresis, auto_cast, …: other gradients
 )
 # Words that mean something else in every block.
 _HOMELESS: Final = frozenset({"enabled", "profile", "type", "params", "dtype", "stage", NEBULA})
@@ -110,12 +118,15 @@ def old_paths() -> list[Path]:
 
 
 def bring_home(draft: Draft) -> None:
-    """Keys in the wrong block go where they belong, also by their old names."""
-    for block, homes in _HOMES:
-        for name in [name for name in draft.block(block) or () if _is_stray(block, name)]:
-            home = next((home for home in homes if name in names_in(home) | _old_names(home)), None)
-            if home is not None:
-                draft.move((*block, name), (*home, name), f"no key of {_called(block)}")
+    """Keys in the wrong block go where they belong, also by their old names; but for what begins to count by that."""
+    for name in [name for name in draft.block((_Z,)) or () if _is_stray((_Z,), name)]:
+        home = next((home for home in _HOMES if name in names_in(home) | _old_names(home)), None)
+        if home is not None:
+            draft.move((_Z, name), (*home, name), f"no key of {_Z}")
+    for name in [name for name in draft.root if _is_stray((), name)]:
+        home = next((home for home in _TOP_HOMES if name in names_in(home) | _old_live_names(home)), None)
+        if home is not None and not draft.has((*home, name)):
+            draft.refuse((name,), _stray_why(name, dotted((*home, name))))
 
 
 def rename(draft: Draft) -> None:
@@ -146,22 +157,27 @@ def remove(draft: Draft, *, keep_nebula: bool) -> None:
 
 
 def remove_unknown(draft: Draft, *, keep_nebula: bool) -> None:
-    """What is left that the table of keys does not have. A slip of the pen is no unknown key, but a question."""
+    """What is left that the table of keys does not have. A slip of the pen is no unknown key, but a question; what
+    DeepSpeed ignores is whoever wrote it's own (a comment, a seed), and stays.
+    """
     for path, section in SECTIONS.items():
         block = draft.block(path)
         if block is None or section.is_open:
             continue
         known = names_in(path) | ({NEBULA} if keep_nebula and not path else set())
         for name in [name for name in block if name not in known]:
-            _remove_one(draft, (*path, name), known, does=("refuses" if section.is_model else "ignores"))
+            _remove_one(draft, (*path, name), known, is_refused=section.is_model)
 
 
-def _remove_one(draft: Draft, path: Path, known: set[str], *, does: str) -> None:
+def _remove_one(draft: Draft, path: Path, known: set[str], *, is_refused: bool) -> None:
+    does = "refuses" if is_refused else "ignores"
     meant = difflib.get_close_matches(path[-1].lower(), known, n=1, cutoff=_ALIKE)
     if meant and not draft.has((*path[:-1], meant[0])):
         draft.refuse(path, f"no key of DeepSpeed, which {does} it; is {meant[0]} meant?")
     elif path[-1] == "enabled" and _is_off(draft.get(path)):
         draft.refuse(path, f"there is no such switch, and DeepSpeed {does} it: take out what is to be off")
+    elif not is_refused:
+        draft.note(path, f"no key that DeepSpeed {RELEASE} reads there; it stays, and does nothing")
     else:
         draft.drop(path, f"no key of DeepSpeed {RELEASE}, which {does} it, nor an old one that is known here")
 
@@ -205,14 +221,23 @@ def _old_names(block: Path) -> set[str]:
     return {path[-1] for path in old_paths() if path[:-1] == block}
 
 
+def _old_live_names(block: Path) -> set[str]:
+    """Those of them that would do something in the section: they have another name today, or another shape."""
+    renamed = {path[-1] for old, _, _ in _RENAMED if (path := _path(old))[:-1] == block}
+    return renamed | (set(OFFLOAD_NAMES) if block == (_Z,) else set())
+
+
 # Switches and keys of the times before offloading had blocks of its own; `offload` makes blocks of them.
 OFFLOAD_NAMES: Final = (
     "cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory", "pin_memory", "fast_init",
 )  # fmt: skip
 
 
-def _called(block: Path) -> str:
-    return ".".join(block) if block else "the top level"
+def _stray_why(name: str, home: str) -> str:
+    return (
+        f"no key of the top level, where DeepSpeed ignores it. Move it to {home}, and it begins to count; or take it "
+        f"out (--remove {name}), and training stays as it is"
+    )
 
 
 def _path(text: str) -> Path:

@@ -29,6 +29,10 @@ _NAMES: Final = frozenset({
     "ds_config_dict", "ds_params", "hparams",
 })  # fmt: skip
 _ENGINES: Final = frozenset({"initialize", "DeepSpeedEngine"})
+_CHANGES: Final = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete, ast.Call)
+_CHANGING: Final = frozenset({"update", "setdefault", "pop", "popitem", "clear"})
+# Up to the first character that is no comment of hjson; possessive, for a file may be long and hostile.
+_AHEAD: Final = re.compile(r"(?:\s++|//[^\n]*+|#[^\n]*+|/\*(?s:.)*?\*/)*+")
 _COMMENTS: Final = "the file has comments or the like, which DeepSpeed reads too; what is written here is plain JSON"
 _TWICE: Final = "the key is there twice, which DeepSpeed refuses; the last one counted"
 
@@ -57,6 +61,14 @@ class _Candidate:
     name: str
     line: int
     node: ast.Dict | ast.Call
+    is_variable: bool = False
+
+
+def is_json(text: str) -> bool:
+    """Whether a text without a telling name is JSON, with comments perhaps, rather than Python."""
+    begin = text.lstrip()
+    ahead = _AHEAD.match(text)
+    return begin.startswith(("//", "/*")) or text[ahead.end() if ahead else 0 :].startswith(("{", "["))
 
 
 def read_json(text: str) -> Source:
@@ -81,8 +93,10 @@ def read_python(text: str, name: str | None = None) -> Source:
     """Reads the configuration that a Python file holds: the keywords of a call of `Hparams`, or a dictionary under one
     of the usual names, or under `name`. Raises SpecError where there is none, or several, or one that is no literal.
     """
+    tree: ast.Module | None = None
     try:
-        candidates = list(_in_tree(_parsed(text), name))
+        tree = _parsed(text)
+        candidates = list(_in_tree(tree, name))
     except SyntaxError as error:
         # Copied from a page that lost the indentation, a file is no Python, but the call in it may still be whole.
         candidates = list(_in_text(text))
@@ -91,9 +105,8 @@ def read_python(text: str, name: str | None = None) -> Source:
     except (RecursionError, ValueError) as error:
         raise SpecError("FILE", f"is no Python that can be read: {error}") from error
     chosen = _chosen(candidates, name)
-    raw = _raw(chosen.node, ())
-    assert isinstance(raw, _Pairs), chosen
-    return _source(raw)
+    raw = _pairs(chosen.node, ())
+    return _source(raw, tuple(_changed(tree, chosen)) if tree is not None and chosen.is_variable else ())
 
 
 def _parsed(text: str) -> ast.Module:
@@ -131,7 +144,8 @@ def _in_tree(tree: ast.AST, name: str | None) -> Iterator[_Candidate]:
             is_meant = target in _NAMES | wanted or _is_call(value, _CALL)
             if isinstance(value, ast.Dict | ast.Call) and id(value) not in seen and is_meant and _is_block(value):
                 seen.add(id(value))
-                yield _Candidate(name=target, line=value.lineno, node=value)
+                is_variable = not isinstance(node, ast.Call)
+                yield _Candidate(name=target, line=value.lineno, node=value, is_variable=is_variable)
 
 
 def _assigned(node: ast.Assign | ast.AnnAssign | ast.Call) -> Iterator[tuple[str, ast.expr | None]]:
@@ -194,23 +208,29 @@ def _raw(node: ast.expr, path: Path) -> _Raw:
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
             return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if not isinstance(
+            value, bool
+        ):
             return -value
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_raw(item, (*path, str(index))) for index, item in enumerate(items)]
         case ast.Dict():
-            pairs = ((_key(key, path, node), value) for key, value in zip(node.keys, node.values, strict=True))
-            return _Pairs([(key, _raw(value, (*path, key))) for key, value in pairs])
-        case ast.Call() if _is_block(node) and not path:
-            return _keywords(node)
+            return _pairs(node, path)
         case ast.Call(args=[]) if _is_call(node, "dict"):
-            return _keywords(node, path)
+            return _pairs(node, path)
     return _refuse(node, path)
 
 
-def _keywords(node: ast.Call, path: Path = ()) -> _Raw:
+def _pairs(node: ast.Dict | ast.Call, path: Path) -> _Pairs:
+    if isinstance(node, ast.Call):
+        return _keywords(node, path)
+    pairs = ((_key(key, path, node), value) for key, value in zip(node.keys, node.values, strict=True))
+    return _Pairs([(key, _raw(value, (*path, key))) for key, value in pairs])
+
+
+def _keywords(node: ast.Call, path: Path) -> _Pairs:
     if len(node.args) == 1 and not node.keywords:
-        return _raw(node.args[0], path) if isinstance(node.args[0], ast.Dict) else _refuse(node.args[0], path)
+        return _pairs(node.args[0], path) if isinstance(node.args[0], ast.Dict) else _refuse(node.args[0], path)
     if node.args:
         return _refuse(node.args[0], path)
     pairs: list[tuple[str, _Raw]] = []
@@ -227,12 +247,50 @@ def _key(key: ast.expr | None, path: Path, node: ast.Dict) -> str:
     return _refuse(node if key is None else key, path)
 
 
+def _changed(tree: ast.Module, chosen: _Candidate) -> Iterator[str]:
+    """Statements behind the literal that change what it says: nothing is run here, so they do not count."""
+    end = chosen.node.end_lineno or chosen.line
+    found = [node for node in ast.walk(tree) if isinstance(node, _CHANGES) and node.lineno >= end]
+    for node in sorted(found, key=lambda node: (node.lineno, node.col_offset)):
+        if any(_is_of(part, chosen.name) for part in _parts_changed(node)):
+            yield f"line {node.lineno}: {_short(node)} is not taken along (nothing is run): put it in the literal"
+
+
+def _parts_changed(node: ast.AST) -> Sequence[ast.expr]:
+    match node:
+        case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+            return [target.value for target in targets if isinstance(target, ast.Subscript)]
+        case ast.AugAssign(target=ast.Subscript(value=part)) | ast.AugAssign(target=part):
+            return [part]
+        case ast.AnnAssign(target=ast.Subscript(value=part)):
+            return [part]
+        case ast.Call(func=ast.Attribute(value=part, attr=method)) if method in _CHANGING:
+            return [part]
+    return []
+
+
+def _is_of(node: ast.expr, name: str) -> bool:
+    """Whether this is the name, or a block in what it holds."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Attribute) and node.attr == name)
+
+
 def _refuse(node: ast.expr, path: Path) -> NoReturn:
-    code = ast.unparse(node)
-    short = code if len(code) <= 40 else f"{code[:39]}…"
     raise SpecError(
-        dotted(path), f"line {node.lineno}: {short} is no literal, and nothing is run here: write its value"
+        _printable(dotted(path)),
+        f"line {node.lineno}: {_short(node)} is no literal, and nothing is run here: write its value",
     )
+
+
+def _short(node: ast.AST) -> str:
+    code = _printable(ast.unparse(node))
+    return code if len(code) <= 40 else f"{code[:39]}…"
+
+
+def _printable(text: str) -> str:
+    """Half a pair of surrogates has no bytes: as an escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _source(pairs: _Pairs, notes: tuple[str, ...] = ()) -> Source:
