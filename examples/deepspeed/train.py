@@ -3,9 +3,11 @@
 What Stepfast asks of a DeepSpeed script is another `initialize`, and to load before the loop: look for "Stepfast:".
 Killed at any moment and started again, also where the disk is empty, it goes on bit for bit.
 
-    stepfast run --nproc-per-node 2 train.py --config zero3.json
-    stepfast run --nproc-per-node 2 train.py --config zero3.json --crash-at-step 25     see a recovery
-    stepfast run train.py --config fp16.json                                            needs a GPU, and says so
+    stepfast run --name zero3 --nproc-per-node 2 train.py --config zero3.json
+    stepfast run --name zero3-killed --nproc-per-node 2 train.py --config zero3.json --crash-at-step 25   a recovery
+    stepfast run --name fp16 train.py --config fp16.json                         needs a GPU, and says so
+
+Each name is a job of its own, with checkpoints of its own: another configuration wants another one.
 """
 
 from __future__ import annotations
@@ -123,10 +125,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", default="zero1.json", help="one of the files beside this script")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--checkpoints", default="checkpoints", help="DeepSpeed's folder; it may be empty each time")
+    parser.add_argument(
+        "--checkpoints", help="DeepSpeed's folder, which may be empty each time; otherwise of the configuration"
+    )
     parser.add_argument("--crash-at-step", type=int, help="rank 0 kills itself after that step, in the first attempt")
     parser.add_argument("--losses", help="write each rank's losses to FILE.rankN, to compare")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.checkpoints = args.checkpoints or f"checkpoints/{Path(args.config).stem}"
+    return args
 
 
 if __name__ == "__main__":

@@ -159,3 +159,136 @@ end(steps())
 """
     names = [*(f"global_step{step}" for step in range(1, kept + 1)), "new"]
     assert found(folder, script) == [f"checkpoints//{name}" for name in names]
+
+
+RATES = """
+def pair():
+    return make(1.0, num_of_version_in_retention=2), make(2.0, num_of_version_in_retention=2)
+often, seldom = pair()
+engine = often
+seldom.save_checkpoint("seldom", tag="epoch1")
+for step in range(1, 6):
+    often.save_checkpoint("often", tag=f"global_step{step}")
+end(None)
+"""
+
+
+def test_of_several_engines_each_folder_keeps_its_newest(tmp_path: Path) -> None:
+    found(tmp_path, RATES)
+    kept = found(tmp_path, "engine = make(0.0)\nend(steps())")
+    assert "seldom//epoch1" in kept, kept
+    assert [tag for tag in kept if tag.startswith("often")] == ["often//global_step4", "often//global_step5"], kept
+
+
+def test_real_files_in_the_folder_that_was_asked_for_go_before_another_folders_step(tmp_path: Path) -> None:
+    found(
+        tmp_path,
+        """
+engine = make(7.0, enabled=False)
+engine.save_checkpoint("pretrained", tag="global_step3")
+print("FOUND null"); sys.exit()
+""",
+    )
+    found(
+        tmp_path,
+        """
+engine = make(1.0)
+engine.save_checkpoint("checkpoints", tag="global_step3")
+end(None)
+""",
+    )
+    loaded = found(
+        tmp_path,
+        """
+engine = make(0.0)
+engine.load_checkpoint("pretrained", "global_step3", load_module_only=True)
+end(weight(engine))
+""",
+    )
+    assert loaded == 7.0
+
+
+def test_loading_a_folder_of_real_files_leaves_it_as_it_is(tmp_path: Path) -> None:
+    """In the first attempt as in those after it."""
+    found(
+        tmp_path,
+        """
+engine = make(7.0, enabled=False)
+engine.save_checkpoint("pretrained", tag="base")
+print("FOUND null"); sys.exit()
+""",
+    )
+    script = """
+engine = make(0.0)
+before = sorted(str(p) for p in __import__("pathlib").Path("pretrained").rglob("*"))
+engine.load_checkpoint("pretrained", load_module_only=True)
+loaded = weight(engine)
+engine.save_checkpoint("checkpoints", tag="global_step3")
+end([loaded, before == sorted(str(p) for p in __import__("pathlib").Path("pretrained").rglob("*"))])
+"""
+    assert found(tmp_path, script) == [7.0, True]
+    assert found(tmp_path, script.replace("make(0.0)", "make(1.0)")) == [7.0, True]
+
+
+def test_real_files_under_a_tag_that_is_saved_anew_are_emptied(tmp_path: Path) -> None:
+    found(
+        tmp_path,
+        """
+engine = make(7.0, enabled=False)
+engine.save_checkpoint("checkpoints", tag="global_step3")
+print("FOUND null"); sys.exit()
+""",
+    )
+    size = found(
+        tmp_path,
+        """
+engine = make(1.0)
+engine.save_checkpoint("checkpoints", tag="global_step3")
+end(os.path.getsize("checkpoints/global_step3/mp_rank_00_model_states.pt"))
+""",
+    )
+    assert size == 0
+
+
+def test_an_engine_that_names_another_storage_than_the_first_is_refused(tmp_path: Path) -> None:
+    script = """
+from stepfast.errors import SpecError
+engine = make(1.0, persistent_storage_path="one")
+try:
+    make(2.0, persistent_storage_path="two")
+except SpecError as error:
+    end(str(error))
+"""
+    assert "persistent_storage_path" in found(tmp_path, script)
+
+
+def test_a_tag_with_two_slashes_is_found_again(tmp_path: Path) -> None:
+    found(tmp_path, 'engine = make(3.0)\nengine.save_checkpoint("checkpoints", tag="a//b")\nend(None)')
+    assert (
+        found(tmp_path, 'engine = make(0.0)\nengine.load_checkpoint("checkpoints", "a//b")\nend(weight(engine))') == 3.0
+    )
+
+
+def test_from_scratch_loads_nothing_that_the_disk_still_names(tmp_path: Path) -> None:
+    """The launcher says so (STEPFAST_RESUME_STEP=0); what the disk's `latest` names must not be loaded instead."""
+    found(tmp_path, 'engine = make(3.0)\nengine.save_checkpoint("checkpoints", tag="global_step3")\nend(None)')
+    script = """
+os.environ["STEPFAST_RESUME_STEP"] = "0"
+engine = make(0.0)
+path, _ = engine.load_checkpoint("checkpoints")
+end([path, weight(engine)])
+"""
+    assert found(tmp_path, script) == [None, 0.0]
+
+
+def test_an_engine_that_was_destroyed_does_not_count(tmp_path: Path) -> None:
+    found(tmp_path, 'engine = make(3.0)\nengine.save_checkpoint("a", tag="global_step3")\nend(None)')
+    script = """
+first = make(0.0)
+first.destroy()
+del first
+engine = make(0.0)
+engine.load_checkpoint("b")
+end(weight(engine))
+"""
+    assert found(tmp_path, script) == 3.0

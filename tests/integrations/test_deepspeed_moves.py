@@ -147,6 +147,7 @@ def test_what_is_divided_in_other_ways_too_is_refused() -> None:
     check_movable(["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
     for name in (
         "mp_rank_01_model_states.pt",
+        "zero_pp_rank_0_mp_rank_10_optim_states.pt",
         "layer_00-model_states.pt",
         "layer_0_expert_3_mp_rank_00_model_states.pt",
     ):
@@ -161,3 +162,33 @@ def test_names_say_how_many_ranks_there_were() -> None:
     parsed = RankFile.parse(names[10])
     assert parsed is not None
     assert (parsed.rank, parsed.of(3)) == (10, names[3])
+
+
+@pytest.mark.parametrize(
+    ("own", "group"),
+    [
+        pytest.param({"absmax1": torch.tensor([1.0, 2.0])}, {}, id="scales of blocks"),
+        pytest.param({"norm": torch.tensor(5.0)}, {}, id="a number of each rank"),
+        pytest.param({"pieces": [torch.ones(3)]}, {}, id="a list of tensors"),
+        pytest.param({}, {"d": 0.5}, id="a number of the group"),
+    ],
+)
+def test_state_that_is_neither_of_elements_nor_alike_is_refused(own: dict[str, Any], group: dict[str, Any]) -> None:
+    """8-bit Adam, NovoGrad, Prodigy: rank 0's is not everybody's."""
+
+    def state(rank: int) -> dict[str, Any]:
+        def of_rank(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: value if isinstance(value, list) else value + rank for name, value in values.items()}
+
+        return {
+            "single_partition_of_fp32_groups": [torch.arange(512.0) + 512 * rank],
+            "group_paddings": [0], "partition_count": [2],
+            "base_optimizer_state": {
+                "state": {0: {"state1": torch.full((512,), 10 + rank, dtype=torch.uint8), **of_rank(own)}},
+                "param_groups": [{"params": [0], **of_rank(group)}],
+            },
+        }  # fmt: skip
+
+    new = Layout(stage=2, ranks=4, groups=(Group((Split(1024, 256),)),))
+    with pytest.raises(StateUnsupported, match="as many ranks"):
+        moved(old_layout(new, 2, state(0)), new, 3, state)

@@ -4,16 +4,15 @@ What `save_checkpoint` writes as files goes as named objects into one step, stag
 goes on; `load_checkpoint` finds it wherever the job runs next, with nothing on its disk. The files' names stay, of no
 bytes, where DeepSpeed looks for them. The `nebula` block that DeepSpeed removed is taken again.
 
-Needs DeepSpeed 0.19.7 or newer, whose `CheckpointEngine` is implemented here.
+Tested with DeepSpeed 0.19.8, whose `CheckpointEngine` is implemented here.
 """
 
 from __future__ import annotations
 
-import functools
-import json
+import inspect
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from stepfast.errors import SpecError
@@ -23,11 +22,13 @@ from stepfast.nebula.settings import Settings, make_settings
 
 try:
     import deepspeed
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 except ImportError as error:
     raise missing("deepspeed", error) from error
 
 from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine, replaced
 
+_IN_ARGUMENTS = ("deepspeed_config", "deepscale_config")
 _NEBULA_KEYS = {
     "enabled", "persistent_storage_path", "persistent_time_interval", "num_of_version_in_retention",
     "enable_nebula_load", "load_path",
@@ -41,50 +42,53 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     job's storage), `persistent_time_interval` in seconds, `num_of_version_in_retention`; with `enabled: false` the
     engine's checkpoints stay DeepSpeed's own. Every rank calls it. Raises SpecError.
     """
-    kwargs = dict(kwargs)
-    configuration, take = _configuration(args, kwargs)
-    block = configuration.pop("nebula", None) if configuration is not None else None
-    if configuration is not None:
-        take(configuration)
-    settings = settings_of(block)
-    if settings is None:
-        return deepspeed.initialize(*args, **kwargs)
-    made = StepfastCheckpointEngine(settings)
-    with replaced("create_checkpoint_engine", lambda *_, **__: made):
-        result = deepspeed.initialize(*args, **kwargs)
+    given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
+    with _configuration(given) as block:
+        settings = settings_of(block)
+        if settings is None:
+            return deepspeed.initialize(**given)
+        made = StepfastCheckpointEngine(settings)
+        with replaced("create_checkpoint_engine", lambda *_, **__: made):
+            result = deepspeed.initialize(**given)
     made.serve(result[0])
     return result
 
 
-def _configuration(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, Any] | None, Callable[[dict[str, Any]], None]]:
-    """A copy of the configuration, and what puts it into its place; None when DeepSpeed has to find it itself."""
+@contextmanager
+def _configuration(given: dict[str, Any]) -> Iterator[Any]:
+    """Takes the `nebula` block out of the configuration, wherever it is given, and returns it."""
     for name in ("config", "config_params"):
-        if kwargs.get(name) is not None:
-            return _read(kwargs[name]), functools.partial(kwargs.__setitem__, name)
-    script: Any = kwargs.get("args", args[0] if args else None)
-    path = getattr(script, "deepspeed_config", None)
-    if path is None:
-        return None, lambda _: None
-
-    def take(configuration: dict[str, Any]) -> None:
-        script.deepspeed_config = None
-        kwargs["config"] = configuration
-
-    return _read(path), take
+        if given.get(name) is not None:
+            given[name] = _read(given[name])
+            yield given[name].pop("nebula", None)
+            return
+    script = given.get("args")
+    name = next((name for name in _IN_ARGUMENTS if getattr(script, name, None) is not None), "")
+    if not name:
+        yield None  # DeepSpeed says that there is none
+        return
+    path = getattr(script, name)
+    given["config"] = _read(path)
+    # DeepSpeed takes one of both; the caller's arguments are to say the same afterwards.
+    setattr(script, name, None)
+    try:
+        yield given["config"].pop("nebula", None)
+    finally:
+        setattr(script, name, path)
 
 
 def _read(configuration: Any) -> dict[str, Any]:
+    """As DeepSpeed reads it: a dict, a file of JSON with comments, or such in base64."""
     if isinstance(configuration, Mapping):
         return dict(configuration)
+    path = os.fspath(configuration) if isinstance(configuration, os.PathLike) else configuration
     try:
-        found = json.loads(Path(configuration).read_text(encoding="utf-8"))
-    except (OSError, TypeError, ValueError) as error:
-        raise SpecError("config", f"{configuration!r} is neither a dict nor a file with JSON: {error}") from error
+        found = load_ds_config(path)
+    except (OSError, ValueError) as error:
+        raise SpecError("config", f"{configuration!r} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise SpecError("config", f"{configuration} holds no JSON object")
-    return found
+    return dict(found)
 
 
 def settings_of(block: Any) -> Settings | None:

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
-from stepfast.integrations.deepspeedengines import Engines, tag_in, tag_of
+from stepfast.errors import StateUnsupported
+from stepfast.integrations.deepspeedengines import Engines
+from stepfast.integrations.deepspeedfolder import has_bytes, leave_name, write_latest
 from stepfast.integrations.deepspeedmoving import Moving
 from stepfast.integrations.deepspeedranks import RankFile
+from stepfast.integrations.deepspeedtags import tag_in, tag_of
 from stepfast.integrations.deepspeedweights import whole_weights
 from stepfast.integrations.missing import missing
 from stepfast.nebula.names import leave_names
@@ -36,7 +39,7 @@ except ImportError as error:
 RNG = "stepfast.rng"  # beside DeepSpeed's own files: the random generators of the rank
 
 _engines = Engines()
-_replacing = threading.Lock()
+_replacing = threading.RLock()  # what loads may load something else
 
 
 @contextmanager
@@ -62,13 +65,16 @@ class StepfastCheckpointEngine(CheckpointEngine):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.name = type(self).__name__
+        _engines.check(settings)
         self._settings, self._number = settings, 0
         self.next_step: int | None = None
         """What the next save is to become, if its tag says no number; None: the step after the last."""
         self.saved: Saved | None = None
         """The save that this rank made last."""
         self._info: CheckpointCommitInfo | None = None
+        self._is_saving = self._names_latest = False  # within save_checkpoint, which is to name the latest
         self._opened: OpenTag | None = None
+        self._paths: list[str] = []  # of what was put in
         self._loading: tuple[Path, CommittedStep] | None = None  # the folder that stands for it
         self._moving: Moving | None = None  # while what another number of ranks has saved is loaded
 
@@ -78,51 +84,101 @@ class StepfastCheckpointEngine(CheckpointEngine):
         _engines.adopt(checkpoints)
 
     def serve(self, engine: Any) -> None:
-        """Takes the place of what DeepSpeed's engine, which was made with this one, does by itself."""
-        self._number = _engines.add()
-        engine.load_checkpoint = functools.wraps(engine.load_checkpoint)(self._loads(engine, engine.load_checkpoint))
-        engine.step = functools.wraps(engine.step)(self._steps(engine, engine.step))
+        """Takes the place of what DeepSpeed's engine, which was made with this one, does by itself. Raises SpecError,
+        StateUnsupported.
+        """
+        if engine.zero_nvme_offload_optimizer():
+            raise StateUnsupported(
+                "offload_optimizer to NVMe: DeepSpeed leaves its swap files on this node's disk, where nothing "
+                'persists them: offload to the CPU, or keep DeepSpeed\'s checkpoints by "nebula": {"enabled": false}'
+            )
+        self._number = _engines.add(self._settings)
+        for name, wrap in (
+            ("load_checkpoint", self._loads), ("save_checkpoint", self._saves),
+            # Which a pipeline's engine, too, takes each step by.
+            ("_take_model_step", self._steps), ("destroy", self._ends),
+        ):  # fmt: skip
+            theirs = getattr(engine, name)
+            setattr(engine, name, functools.wraps(theirs)(wrap(engine, theirs)))
 
     @property
     def checkpoints(self) -> TaggedCheckpoints:
         """This rank's."""
-        return _engines.checkpoints(self._settings)
+        return _engines.checkpoints
+
+    def _ends(self, engine: Any, destroy: Callable[[], None]) -> Callable[[], None]:
+        def end() -> None:
+            _engines.remove(self._number)
+            destroy()
+
+        return end
 
     # ------------------------------------------------------------ saving
 
+    def _saves(self, engine: Any, save_checkpoint: Callable[..., bool]) -> Callable[..., bool]:
+        """DeepSpeed's `save_checkpoint`, that says False of what is not saved, and does not call it the latest."""
+        arguments = inspect.signature(save_checkpoint)
+
+        def save(*args: Any, **kwargs: Any) -> bool:
+            bound = arguments.bind(*args, **kwargs)
+            bound.apply_defaults()
+            self._names_latest, bound.arguments["save_latest"] = bool(bound.arguments["save_latest"]), False
+            self._is_saving, self.saved = True, None
+            try:
+                result = save_checkpoint(*bound.args, **bound.kwargs)
+            finally:
+                self._is_saving, self._info, self._opened, self._paths = False, None, None, []
+            return result and self._has_saved
+
+        return save
+
+    @property
+    def _has_saved(self) -> bool:
+        return self.saved is not None and self.saved.saved
+
     def create(self, info: CheckpointCommitInfo) -> None:
-        self._info, self._opened = info, None
+        self._info, self._opened, self._paths = info, None, []
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         os.makedirs(path, exist_ok=exist_ok)
-        # Every rank makes sure of a checkpoint's folder; of a model that is exported it does not.
-        if self._info is not None and self._opened is None and self._is_of_tag(path):
-            tag = self._info.tag
-            number = number_in(tag)
-            self._opened = self.checkpoints.open(
-                tag_in(self._info.save_dir, tag), begins_after=_engines.begun_at,
-                step=self.next_step if number is None else number,
-            )  # fmt: skip
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keeps the state until `commit`, and leaves a file of that name and no bytes. What belongs to no tag
-        (`save_16bit_model`) is a real file.
-        """
-        if self._opened is None or not self._is_of_tag(os.path.dirname(path)):
+        """Keeps the state until `commit`. What belongs to no tag (`save_16bit_model`) is a real file."""
+        if self._info is None or not self._is_saving or not self._is_of_tag(os.path.dirname(path)):
             torch.save(state_dict, path)
             return
         # Nothing is trained between this and the commit.
-        self._opened.put(os.path.basename(path), state_dict, copy=False)
-        Path(path).touch(exist_ok=True)
+        self._open(self._info).put(os.path.basename(path), state_dict, copy=False)
+        self._paths.append(path)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Stages what was saved. False when memory is exhausted and the job skips what does not fit."""
-        opened, self._opened, self._info = self._opened, None, None
-        if opened is None:
+        """Stages what was saved, and leaves files of these names and no bytes. False when memory is exhausted and the
+        job skips what does not fit: then no file is touched.
+        """
+        if not self._is_saving:
             return True
+        opened = self._open(info)
         opened.put(RNG, get_rng_state(), copy=False)
         self.saved = opened.commit()
-        return self.saved.saved
+        if not self.saved.saved:
+            return False
+        for path in self._paths:
+            leave_name(path)
+        if self._names_latest and self.checkpoints.environment.rank == 0:
+            write_latest(info.save_dir, info.tag)
+        _engines.saved(opened.tag, self.saved, self._settings)
+        return True
+
+    def _open(self, info: CheckpointCommitInfo) -> OpenTag:
+        """Every rank opens the tag: at the latest when it commits."""
+        if self._opened is None:
+            number = number_in(info.tag)
+            self._opened = self.checkpoints.open(
+                tag_in(info.save_dir, info.tag), begins_after=_engines.begun_at,
+                step=self.next_step if number is None else number,
+            )  # fmt: skip
+            _engines.begins()
+        return self._opened
 
     def preserves_storage_sharing(self) -> bool:
         return False  # a view's own bytes are saved, not all that it is a view of
@@ -134,38 +190,46 @@ class StepfastCheckpointEngine(CheckpointEngine):
     # ------------------------------------------------------------ loading
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What was saved by that name under that tag; a file that has bytes is what it is."""
+        """What was saved by that name in the step that is loaded; otherwise a file that has bytes."""
         folder, name = Path(path).absolute().parent, os.path.basename(path)
-        found = self._loading[1] if self._loading is not None and self._loading[0] == folder else None
-        if found is None and _has_bytes(path):
+        if self._loading is None or self._loading[0] != folder:
+            # Never a step that this rank would look up by itself: rank 0 says what is loaded.
+            if not has_bytes(path):
+                raise FileNotFoundError(f"{path} has no bytes: what it stands for is read by load_checkpoint alone")
             return torch.load(path, map_location=map_location, weights_only=False)
-        found = found or _engines.find(self.checkpoints, os.path.dirname(os.path.dirname(path)), folder.name)
-        if found is None:
-            raise FileNotFoundError(f"{path}: neither a file nor a checkpoint {folder.name!r} of this job")
         if self._moving is not None and (of_rank := RankFile.parse(name)) is not None:
             return self._moving.load(of_rank)
-        item = self.checkpoints.load(found.step, name, map_location)
+        item = self.checkpoints.load(self._loading[1].step, name, map_location)
         return self._moving.told(item) if self._moving is not None and name.endswith("model_states.pt") else item
 
     def _loads(self, engine: Any, load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """DeepSpeed's `load_checkpoint`, for checkpoints that are here."""
         arguments = inspect.signature(load_checkpoint)
 
-        def load(load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-            weights_only = bool(arguments.bind(load_dir, tag, *args, **kwargs).arguments.get("load_module_only"))
-            found = _engines.find(self.checkpoints, load_dir, None if tag is None else str(tag))
-            if found is None:
-                return load_checkpoint(load_dir, tag, *args, **kwargs)
-            folder = Path(load_dir, tag_of(found)).absolute()
-            leave_names(self.checkpoints, found.step, folder, but=(RNG,))
-            self._moving = Moving.begun(engine, self.checkpoints, found.step)
-            if self._moving is not None:
-                self._moving.leave_names(folder)
-            self._loading = (folder, found)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            bound = arguments.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            if engine.load_universal_checkpoint():
+                return load_checkpoint(*bound.args, **bound.kwargs)
+            tag = None if given["tag"] is None else str(given["tag"])
+            found = _engines.find(given["load_dir"], tag)
+            if not isinstance(found, CommittedStep):
+                given["tag"] = found
+                return (None, None) if found is None else load_checkpoint(*bound.args, **bound.kwargs)
+            given["tag"] = tag = tag or tag_of(found)
+            weights_only = bool(given["load_module_only"])
+            takes_optimizer = given["load_optimizer_states"] and not weights_only
+            folder = Path(given["load_dir"], tag).absolute()
             try:
+                leave_names(self.checkpoints, found.step, folder, but=(RNG,))
+                self._moving = Moving.begun(engine, self.checkpoints, found.step, with_optimizer=takes_optimizer)
+                if self._moving is not None:
+                    self._moving.leave_names(folder)
+                self._loading = (folder, found)
                 # With ZeRO 3 and no optimizer's state DeepSpeed would put the weights together out of the files.
                 with replaced("get_fp32_state_dict_from_zero_checkpoint", lambda *_: self._whole_weights(found.step)):
-                    result = load_checkpoint(load_dir, tag_of(found), *args, **kwargs)
+                    result = load_checkpoint(*bound.args, **bound.kwargs)
                 if not weights_only and self._has_own_rng(found.step):
                     set_rng_state(self.checkpoints.load(found.step, RNG))
             finally:
@@ -186,7 +250,7 @@ class StepfastCheckpointEngine(CheckpointEngine):
             return rank in steps.ranks(step) and RNG in steps.names_of(step, rank)
 
     def _steps(self, engine: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-        """DeepSpeed's `step`, with a heartbeat after each that was an optimizer's."""
+        """DeepSpeed's step of the optimizer, with a heartbeat after each."""
 
         def take(*args: Any, **kwargs: Any) -> Any:
             before = engine.global_steps
@@ -199,11 +263,7 @@ class StepfastCheckpointEngine(CheckpointEngine):
 
     def cleanup(self) -> None:
         """Waits until the newest checkpoint is committed."""
-        self.checkpoints.close()
-
-
-def _has_bytes(path: str) -> bool:
-    return os.path.isfile(path) and os.path.getsize(path) > 0
+        _engines.finish()
 
 
 __all__ = ["StepfastCheckpointEngine", "replaced"]

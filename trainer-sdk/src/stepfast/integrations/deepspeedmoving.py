@@ -6,8 +6,9 @@ import logging
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from stepfast.errors import CheckpointMismatch, StateUnsupported
 from stepfast.integrations.deepspeedranks import (
     Layout,
     RankFile,
@@ -32,14 +33,37 @@ class Moving:
         check_movable(names)
         self._checkpoints, self._step, self._names = checkpoints, step, frozenset(names)
         self._engine, self._ranks, self._saved = engine, int(engine.seq_dp_world_size), saved_ranks(names)
+        self._ready: dict[str, Any] = {}  # this rank's optimizer state, until it is loaded
         log.warning("stepfast: step %s of %s ranks is loaded on %s", step, self._saved, self._ranks)
 
     @staticmethod
-    def begun(engine: Any, checkpoints: TaggedCheckpoints, step: int) -> Moving | None:
-        """None when as many ranks have saved it. Every rank calls it. Raises StateUnsupported."""
+    def begun(
+        engine: Any, checkpoints: TaggedCheckpoints, step: int, *, with_optimizer: bool = True
+    ) -> Moving | None:  # fmt: skip
+        """None when as many ranks have saved it. Every rank calls it, and all raise what one would: CheckpointMismatch,
+        StateUnsupported, before anything of the engine has changed.
+        """
         names = checkpoints.names_of_all(step)
         saved = saved_ranks(names)
-        return Moving(engine, checkpoints, step, names) if saved not in (0, int(engine.seq_dp_world_size)) else None
+        if saved in (0, int(engine.seq_dp_world_size)):
+            return None
+        moving = Moving(engine, checkpoints, step, names)
+        refused: CheckpointMismatch | StateUnsupported | None = None
+        if with_optimizer and engine.zero_optimization():
+            try:
+                moving._take_optimizer(checkpoints.environment.rank)
+            except (CheckpointMismatch, StateUnsupported) as error:
+                refused = error
+            told = checkpoints.exchange("refused", str(refused or ""))
+            if refused is not None:
+                raise refused
+            if any(told):
+                raise StateUnsupported(next(filter(None, told)))
+        return moving
+
+    def _take_optimizer(self, rank: int) -> None:
+        own = next(file for file in map(RankFile.parse, sorted(self._names)) if file and file.kind == "optim").of(rank)
+        self._ready = {own: self._optimizer(cast(RankFile, RankFile.parse(own)))}
 
     def leave_names(self, folder: Path) -> None:
         """As `stepfast.nebula.names` does, of all ranks that there are now."""
@@ -49,7 +73,9 @@ class Moving:
 
     def load(self, file: RankFile) -> Any:
         """What that rank would have saved. Raises CheckpointMismatch, StateUnsupported."""
-        return self._model(file) if file.kind == "model" else self._optimizer(file)
+        if file.kind == "model":
+            return self._model(file)
+        return self._ready.pop(file.of(file.rank), None) or self._optimizer(file)
 
     def told(self, state: dict[str, Any]) -> dict[str, Any]:
         """The model's state, that says the number of ranks that there are now."""

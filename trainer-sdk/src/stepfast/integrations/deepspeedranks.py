@@ -55,9 +55,12 @@ class Layout:
 
 
 _OF_RANK = re.compile(
-    r"(?P<head>.*zero_pp_rank_)(?P<rank>[0-9]+)(?P<tail>_mp_rank_00_(?P<kind>model|optim)_states\.pt)"
+    r"(?P<head>.*zero_pp_rank_)(?P<rank>[0-9]+)(?P<tail>_mp_rank_[0-9]+_(?P<kind>model|optim)_states\.pt)"
 )
-_NOT_MOVED = {"mp_rank_01_": "tensor parallel", "layer_": "pipeline", "expert_": "experts"}
+_NOT_MOVED = {
+    "tensor parallel": re.compile(r"mp_rank_0*[1-9]"), "pipeline": re.compile("layer_"),
+    "experts": re.compile("expert_"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,8 @@ def saved_ranks(names: Collection[str]) -> int:
 
 def check_movable(names: Collection[str]) -> None:
     """Raises StateUnsupported for what is divided over ranks in other ways, too."""
-    for mark, what in _NOT_MOVED.items():
-        if any(mark in name for name in names):
+    for what, mark in _NOT_MOVED.items():
+        if any(mark.search(name) for name in names):
             raise StateUnsupported(f"a checkpoint with {what} is loaded on as many ranks as have saved it")
 
 
@@ -146,12 +149,17 @@ def needed_ranks(old: Layout, new: Layout, rank: int) -> list[int]:
 
 
 def moved(old: Layout, new: Layout, rank: int, load: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of that rank of the new number. `load`: that of an old rank, in host memory; not changed."""
+    """The state of that rank of the new number. `load`: that of an old rank, in host memory; not changed.
+
+    Raises StateUnsupported for what is neither an element's nor the same on all ranks: every old rank is read by some
+    new one.
+    """
     first = load(0)
     result = dict(first)
     fp32, base = (FP32_3, BASE_3) if new.stage == 3 else (FP32_12, BASE_12)
     flats = [torch.zeros(group.numel, dtype=was.dtype) for group, was in zip(new.groups, first[fp32], strict=True)]
     owners = _owners(first[base], len(new.groups))
+    common = _common(first[base], old, owners)
     states = {
         key: {
             name: torch.zeros(new.groups[owners[key]].numel, dtype=value.dtype)
@@ -163,6 +171,11 @@ def moved(old: Layout, new: Layout, rank: int, load: Callable[[int], Mapping[str
     }
     for source in needed_ranks(old, new, rank):
         saved = first if source == 0 else load(source)
+        if not _is_same(_common(saved[base], old, owners), common):
+            raise StateUnsupported(
+                f"the optimizer of rank {source} has state that is not rank 0's and not that of elements: such a "
+                "checkpoint is loaded on as many ranks as have saved it"
+            )
         for index, flat in enumerate(flats):
             _take(flat, rank, new.groups[index], (saved[fp32][index], source, old.groups[index]))
         for key, of_key in saved[base]["state"].items():
@@ -206,6 +219,44 @@ def _owners(base: Mapping[str, Any], groups: int) -> dict[Any, int]:
     if len(keys) != groups:
         raise StateUnsupported(f"an optimizer of {len(keys)} tensors over {groups} groups of parameters is not moved")
     return {key: index for index, key in enumerate(keys)}
+
+
+def _common(base: Mapping[str, Any], old: Layout, owners: Mapping[Any, int]) -> dict[str, Any]:
+    """What every rank has to have alike. Raises StateUnsupported for tensors that are divided in an unknown way."""
+    if base["state"].keys() - owners.keys():
+        raise StateUnsupported("an optimizer with state of its own beside its tensors' is not moved")
+    state = {
+        key: {
+            name: "an element's" if _is_split(value, old.groups[owners[key]]) else value
+            for name, value in of_key.items()
+        }
+        for key, of_key in base["state"].items()
+    }
+    for key, of_key in state.items():
+        for name, value in of_key.items():
+            if any(tensor.numel() > 1 for tensor in _tensors(value)):
+                raise StateUnsupported(
+                    f"the optimizer's {name!r} of group {owners[key]} is not of one value an element: such a "
+                    "checkpoint is loaded on as many ranks as have saved it"
+                )
+    return {"state": state, "groups": base["param_groups"]}
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
 
 
 def _is_split(value: Any, group: Group) -> bool:

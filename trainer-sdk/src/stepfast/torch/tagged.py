@@ -372,8 +372,8 @@ class TaggedCheckpoints:
             saved.wait(Tier.PERSISTENT)
 
     def settle(self, tag: str | None = None) -> None:
-        """Waits until the run's newest step, or its newest of that tag, is committed, whichever ranks have saved it; or,
-        where it never will be, the one before. For ranks that save nothing themselves. Raises StorageError, GangError.
+        """Waits until the run's newest step, or its newest of that tag, is committed, whichever ranks have saved it;
+        or, where it never will be, the one before. Also for ranks that save nothing. Raises StorageError, GangError.
         """
         for agreed in reversed(read_book(self._gang).steps):
             if not agreed.save or tag not in (None, agreed.tag):
@@ -542,14 +542,17 @@ class TaggedCheckpoints:
         world_size, rank = self._environment.world_size, self._environment.rank
         with self._setting_aside(step) as steps:
             own = {name for other in steps.ranks(step)[rank::world_size] for name in steps.names_of(step, other)}
-        self._asked += 1
-        told = self._gang.exchange(f"tags/names/{self._asked}", json.dumps(sorted(own)))
+        told = self.exchange("names", json.dumps(sorted(own)))
         return sorted({name for names in told for name in json.loads(names)})
 
     def is_so_for_all(self, is_so: bool) -> bool:
-        """Whether every rank says so. Every rank calls it."""
+        """Whether every rank says so. Every rank calls it. Raises GangError."""
+        return all(json.loads(text) for text in self.exchange("so", json.dumps(is_so)))
+
+    def exchange(self, topic: str, text: str) -> list[str]:
+        """Every rank's text, in the order of ranks. Every rank calls it. Raises GangError."""
         self._asked += 1
-        return all(json.loads(text) for text in self._gang.exchange(f"tags/names/{self._asked}", json.dumps(is_so)))
+        return self._gang.exchange(f"tags/{topic}/{self._asked}", text)
 
     def load(self, step: int, name: str, map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
         """The object of that name as this rank saved it, or, when it did not, the first rank that has.

@@ -1,0 +1,148 @@
+"""Saves and loads that come to nothing: killed, refused; and which step the ranks of a gang take."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+BEGIN = """
+import json, os, sys
+import torch, deepspeed
+from stepfast.integrations.deepspeed import initialize
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed("gloo")
+rank = torch.distributed.get_rank()
+
+def make(weight, **nebula):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.constant_(model.weight, weight)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "nebula": nebula,
+    }
+    return initialize(model=model, config=config, model_parameters=model.parameters())[0]
+
+def weight(engine):
+    return engine.module.weight[0, 0].item()
+
+def steps():
+    return [found.tag for found in engine.checkpoint_engine.checkpoints.steps()]
+
+def end(found):
+    engine.checkpoint_engine.cleanup()
+    if rank == 0:
+        print("FOUND", json.dumps(found))
+    torch.distributed.destroy_process_group()
+"""
+
+KILLED = (
+    BEGIN
+    + """
+import signal
+engine = make(1.0)
+attempt = os.environ["STEPFAST_ATTEMPT"]
+path, _ = engine.load_checkpoint("checkpoints")
+print("attempt", attempt, "rank", rank, "loaded", path, flush=True)
+if attempt == "1" and rank == 1:
+    def killed(info):
+        import time
+        while not os.path.exists("checkpoints/latest"):  # rank 0 has committed
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine.checkpoint_engine.commit = killed
+engine.save_checkpoint("checkpoints", tag="global_step3", client_state={"step": 3})
+engine.checkpoint_engine.cleanup()
+torch.distributed.barrier()
+"""
+)
+
+
+def test_a_job_killed_within_its_first_save_begins_anew(runs: Any) -> None:
+    """Of that save only names and `latest` are left."""
+    (runs.folder / "train.py").write_text(KILLED)
+    process = runs.start("--name", "train", "--nproc-per-node", "2", "--max-restarts", "2", "train.py")
+    assert runs.finish(process) == 0, runs.log[-3000:]
+
+
+def trained(folder: Path, ranks: int, what: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py", what]
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env={**environment, "STEPFAST_JOB": "local/x"}, text=True,
+        capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+REFUSED = (
+    BEGIN
+    + """
+from stepfast.errors import StateUnsupported
+def special(value):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.constant_(model.weight, value)
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}},
+              "zero_optimization": {"stage": 1, "round_robin_gradients": True}}
+    return initialize(model=model, config=config, model_parameters=model.parameters())[0]
+if sys.argv[1] == "save":
+    engine = special(5.0)
+    engine.global_steps = 7
+    engine.save_checkpoint("checkpoints")
+else:
+    engine = special(1.0)
+    try:
+        engine.load_checkpoint("checkpoints")
+    except StateUnsupported as error:
+        print("FOUND", json.dumps([weight(engine), engine.global_steps]), flush=True)
+engine.checkpoint_engine.cleanup()
+"""
+)
+
+
+def test_a_refused_load_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(REFUSED)
+    saved = trained(tmp_path, 2, "save")
+    assert saved.returncode == 0, saved.stderr[-2000:]
+    loaded = trained(tmp_path, 1, "load")
+    assert "FOUND [1.0, 0]" in loaded.stdout, loaded.stdout + loaded.stderr[-2000:]
+
+
+LATE = (
+    BEGIN
+    + """
+from stepfast.errors import CheckpointNotFound
+engine = make(1.0)
+if sys.argv[1] == "save":
+    for step in (1, 2):
+        with torch.no_grad():
+            engine.module.weight.fill_(step)
+        engine.save_checkpoint("checkpoints", tag=f"global_step{step}")
+elif sys.argv[1] == f"late{rank}":
+    checkpoints = engine.checkpoint_engine.checkpoints
+    steps = checkpoints.steps
+    checkpoints.steps = lambda: steps()[:-1]  # listed before the last was committed
+if sys.argv[1] != "save":
+    try:
+        engine.load_checkpoint("checkpoints")
+        os.write(1, f"FOUND {rank} {weight(engine)}\\n".encode())
+    except CheckpointNotFound as error:
+        os.write(1, f"FOUND {rank} {error}\\n".encode())
+        os._exit(1)
+engine.checkpoint_engine.cleanup()
+"""
+)
+
+
+def test_ranks_that_see_different_steps_load_the_one_that_rank_0_sees(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LATE)
+    saved = trained(tmp_path, 2, "save")
+    assert saved.returncode == 0, saved.stderr[-2000:]
+    agreed = trained(tmp_path, 2, "late0").stdout
+    assert "FOUND 0 1.0" in agreed
+    assert "FOUND 1 1.0" in agreed
+    assert "rank 1 does not see step 2, which rank 0 loads" in trained(tmp_path, 2, "late1").stdout
