@@ -8,20 +8,18 @@ said when the job's `TaggedCheckpoints` is made (`Sharing`).
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import logging
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
-from stepfast.admission import RankReport
 from stepfast.environment import Environment, absolute_storage_uri, read_environment
 from stepfast.errors import (
     AgentError,
@@ -38,26 +36,25 @@ from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
 from stepfast.step import Tier, is_tag
 from stepfast.tags import Opening, TagBook, TaggedStep, open_tag
 from stepfast.torch.attendance import LAST_SECONDS, Attendance
-from stepfast.torch.branch import SCRATCH as _SCRATCH
-from stepfast.torch.branch import Branch
+from stepfast.torch.branch import SCRATCH, Branch
 from stepfast.torch.claims import claim, give_up
-from stepfast.torch.copying import MapLocation, copied
+from stepfast.torch.copying import MapLocation
 from stepfast.torch.gang import Gang
 from stepfast.torch.join import join_agent, join_gang
+from stepfast.torch.opentag import NamedObjects, OpenTag
 from stepfast.torch.overlap import Overlap
 from stepfast.torch.planner import Planner
+from stepfast.torch.reports import Reports
+from stepfast.torch.resumption import Choice, Resumption
 from stepfast.torch.saver import Save
 from stepfast.torch.settlement import BOOK, Settlement, read_book
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source
-from stepfast.torch.state import Json
 from stepfast.torch.stopping import Stopping, wait_to_be_stopped
 from stepfast.torch.taggedsteps import FILE_NAME, TaggedSteps, newest_of
 from stepfast.torch.writer import Saved, Writer
 
 log = logging.getLogger("stepfast")
 
-_BRANCH, _RESUME = "tags/from", "tags/resume"  # topics of the gang
-_LISTING_SECONDS = 2.0  # how long a storage may take to list on one machine what it lists on another
 _FLUSH_SECONDS = 600.0  # until it is known who shares in a step that somebody waits for
 
 
@@ -67,73 +64,6 @@ class Sharing(StrEnum):
     EVERY_RANK = "EveryRank"  # each opens every tag, and commits it, be it with nothing
     THIS_RANK = "ThisRank"  # it alone: nobody else has anything to save
     WHOEVER_OPENS = "WhoeverOpens"  # those that open the tag before they are past the place where others do
-
-
-class _Named:
-    """The objects that are saved, by name, as they were put."""
-
-    replicated_names: Sequence[str] = ()
-
-    def __init__(self) -> None:
-        self.objects: dict[str, Any] = {}
-
-    def state(self) -> dict[str, Any]:
-        return self.objects
-
-    def replicated_tensors(self, structure: Json, count: int) -> list[bool]:
-        return [False] * count
-
-
-class OpenTag:
-    """A tag that is open: objects go in by name, `commit` makes them a step."""
-
-    def __init__(self, checkpoints: TaggedCheckpoints, agreed: TaggedStep) -> None:
-        self._checkpoints, self._agreed = checkpoints, agreed
-        self._objects: dict[str, Any] = {}
-        self._saved: Saved | None = None
-        self._put_seconds = 0.0
-
-    @property
-    def tag(self) -> str:
-        """What it was opened as."""
-        return self._agreed.tag
-
-    @property
-    def step(self) -> int:
-        """The step that it becomes."""
-        return self._agreed.step
-
-    @property
-    def names(self) -> list[str]:
-        """What was put in so far."""
-        return list(self._objects)
-
-    def put(self, name: str, item: Any, *, copy: bool = True) -> None:
-        """Takes the object, which may be any nest of tensors and what can be pickled; a name's last object counts.
-
-        Unless `copy`, its tensors are read at the commit: nobody may change them before that. Raises StateUnsupported,
-        ValueError when the tag is committed.
-        """
-        began = time.perf_counter()
-        if self._saved is not None:
-            raise ValueError(f"tag {self.tag!r} is committed: {name!r} cannot be put into it any more")
-        self._checkpoints.note_put(self._agreed)
-        try:
-            self._objects[name] = copied(item) if copy and self._agreed.save else item
-        except BaseException as error:
-            self._checkpoints.fail(self._agreed, f"{name!r} could not be saved: {type(error).__name__}: {error}")
-            raise
-        self._put_seconds += time.perf_counter() - began
-
-    def commit(self) -> Saved:
-        """Stages what was put in as this rank's share of the step; at once when it was committed before.
-
-        The step exists when all ranks that share in it have committed and it is persisted: `Saved.wait`.
-        """
-        if self._saved is None:
-            self._saved = self._checkpoints.commit(self._agreed, self._objects, self._put_seconds)
-            self._objects = dict.fromkeys(self._objects)
-        return self._saved
 
 
 class TaggedCheckpoints:
@@ -169,14 +99,11 @@ class TaggedCheckpoints:
         )  # fmt: skip
         self._stopping = Stopping(self._gang, self._link)
         self._settlement = Settlement(self._gang, self._source, self._link, run=self._environment.run)
-        self._named = _Named()
+        self._named = NamedObjects()
         self._planner = Planner(self._named, self._environment, weights_only=weights_only)
         self._opened: Counter[str] = before._opened if before is not None else Counter()
         self._last_number: int = before._last_number if before is not None else -1  # of this rank's openings
-        self._reported_step: int | None = None
-        self._published, self._reporters = "", list[str]()
         self._asked: int = before._asked if before is not None else 0
-        self._given = ("", _SCRATCH)  # the step to go on from, as this rank was told under that topic
         # What is read from then on is not what training goes on from.
         self._has_progressed: bool = before is not None and before._has_progressed
         self._newest: Saved | None = None
@@ -185,11 +112,16 @@ class TaggedCheckpoints:
             self._source, rank=self._environment.rank, local_world_size=self._environment.local_world_size,
             weights_only=weights_only,
         )  # fmt: skip
+        self._resumption = Resumption(self._gang, self._steps.steps)
         is_open = sharing is Sharing.WHOEVER_OPENS and self._environment.world_size > 1
         known: Attendance | None = before._attendance if before is not None else None
+        ranks = range(self._environment.world_size) if sharing is not Sharing.THIS_RANK else [self._environment.rank]
+        self._reports = Reports(
+            self._gang, self._writer, self._link, rank=self._environment.rank, sharers=None if is_open else ranks
+        )
         self._attendance: Attendance | None = (
             Attendance(
-                self._gang, self._told_sharers, self._told_given_up, on_look=self._publish, before=known
+                self._gang, self._told_sharers, self._told_given_up, on_look=self._reports.publish, before=known
             ) if is_open else None
         )  # fmt: skip
         atexit.register(self._at_exit)
@@ -253,13 +185,12 @@ class TaggedCheckpoints:
     @property
     def begins_after(self) -> int | None:
         """The newest step that was read before the run's first was opened; None: none was."""
-        known = self._gang.hear([_BRANCH])
-        return int(known[0]) if known else None
+        return self._resumption.read_step
 
     def go_on_from(self, step: int | None) -> None:
         """The step was read by this rank, if not through these."""
         if step is not None and not self._has_opened():
-            self._gang.update(_BRANCH, lambda known: str(max(step, int(known or _SCRATCH))))
+            self._resumption.note_read(step)
 
     def persist_every(self, seconds: float) -> None:
         """From now on a step is persisted once that time has passed since the last. Every rank says it."""
@@ -286,11 +217,12 @@ class TaggedCheckpoints:
         """
         if not is_tag(tag):
             raise ValueError(f"{tag!r} cannot be a tag: give printable text of at most 256 bytes, as global_step500")
-        self._publish()
+        self._reports.publish()
         occurrence, rank = self._opened[tag] + 1, self._environment.rank
         branch_step = begins_after
         if branch_step is None:  # asked of the gang once: a save is one round trip
-            branch_step = self._branch.step if self._branch.step is not None else self._read_step()
+            branch_step = self._branch.step if self._branch.step is not None else self._resumption.read_step
+        branch_step = SCRATCH if branch_step is None else branch_step
         may_save = self._branch.leave(branch_step)
 
         def change(text: str) -> str:
@@ -303,7 +235,7 @@ class TaggedCheckpoints:
                 opens_every_tag=self._sharing is Sharing.EVERY_RANK, drops=self._attendance is None,
             )  # fmt: skip
             return open_tag(
-                book, opening, self._reports(), on_busy=self._environment.on_busy,
+                book, opening, [] if self._persist_all else self._reports.hear(), on_busy=self._environment.on_busy,
                 persist_interval_seconds=0 if self._persist_all else self._environment.persist_interval_seconds,
                 may_save=may_save,
             ).to_json()  # fmt: skip
@@ -348,8 +280,7 @@ class TaggedCheckpoints:
             self.fail(agreed, "its share could not be stored")
         elif self._attendance is not None:
             self._attendance.commit(agreed)
-        self._reported_step = agreed.step
-        self._publish()
+        self._reports.saved(agreed.step)
         if self._link is not None:
             self._link.progress(agreed.step, {})
         saved = Saved(self._writer, agreed.step, saved=True, stall_seconds=time.perf_counter() - began)
@@ -425,47 +356,6 @@ class TaggedCheckpoints:
             return EVERY_RANK
         return str(RankSet.of([self._environment.rank]))
 
-    def _reports(self) -> list[RankReport]:
-        """What the ranks that share in every step last published; nothing while one of them has not yet. Where nobody
-        knows who shares: what all have that have saved so far.
-        """
-        if self._persist_all:
-            return []  # nothing is given up
-        if self._attendance is not None:
-            while (told := self._gang.hear([f"tags/reporter/{len(self._reporters)}"])) is not None:
-                self._reporters += told
-            texts = self._gang.hear([f"tags/report/{rank}" for rank in self._reporters])
-            return [RankReport.from_json(text) for text in texts or ()]
-        ranks = range(self._environment.world_size)
-        if self._sharing is Sharing.THIS_RANK:
-            ranks = range(self._environment.rank, self._environment.rank + 1)
-        texts = self._gang.hear([f"tags/report/{rank}" for rank in ranks])
-        return [RankReport.from_json(text) for text in texts or ()]
-
-    def _publish(self) -> None:
-        """Tells what this rank holds, once it has saved something, if that is news."""
-        step, rank = self._reported_step, self._environment.rank
-        if step is None:
-            return
-        report = self._report(step).to_json()
-        if report == self._published:
-            return
-        is_first, self._published = not self._published, report
-        self._gang.tell(f"tags/report/{rank}", report)
-        if is_first and self._attendance is not None:
-            self._gang.tell(f"tags/reporter/{self._gang.count('tags/reporters') - 1}", str(rank))
-
-    def _report(self, step: int) -> RankReport:
-        agent = self._writer.agent
-        return RankReport(
-            rank=self._environment.rank,
-            step=agent.staged_step if agent is not None else step,
-            slots=agent.slots if agent is not None else 0,
-            persisting=agent.persisting if agent is not None else (),
-            unpersisted=self._writer.unpersisted(),
-            waited=self._link.waited_steps if self._link is not None else (),
-        )
-
     # ------------------------------------------------------------ reading
 
     def steps(self) -> list[CommittedStep]:
@@ -475,9 +365,7 @@ class TaggedCheckpoints:
         self._settle_newest()
         return self._steps.steps()
 
-    def latest(
-        self, choose: Callable[[Sequence[CommittedStep]], CommittedStep | None] | None = None, *, trainer: str = ""
-    ) -> CommittedStep | None:
+    def latest(self, choose: Choice | None = None, *, trainer: str = "") -> CommittedStep | None:
         """The step to go on from: the newest of this run; before its first, the one that the launcher named, or else
         the newest that is committed, the same on all ranks. Raises StorageError, and CheckpointNotFound or GangError
         when that one is gone and no other can take its place: never None then, which means from scratch.
@@ -490,37 +378,8 @@ class TaggedCheckpoints:
             return choose(steps)
         named = self._environment.resume_step
         # Whoever launched us says 0 for "from scratch"; a step 0 may have been saved nevertheless.
-        chosen = choose([found for found in steps if named is None or found.step <= named])
-        mine = _SCRATCH if chosen is None else chosen.step
-        topic = f"{_RESUME}/{hashlib.sha256(trainer.encode()).hexdigest()}" if trainer else _RESUME
-        agreed = int(self._gang.update(topic, lambda known: known or str(mine)))
-        deadline = time.monotonic() + _LISTING_SECONDS
-        while agreed != _SCRATCH:
-            found = next((found for found in steps if found.step == agreed), None)
-            if found is not None:
-                self._given = (topic, agreed)
-                return found
-            if time.monotonic() > deadline:
-                older = choose([found for found in steps if found.step < agreed])
-                agreed = self._agree_on_older(topic, agreed, older)
-            time.sleep(0.1)
-            steps = self._steps.steps()
-        return None
-
-    def _agree_on_older(self, topic: str, gone: int, older: CommittedStep | None) -> int:
-        """Another step for the whole gang instead of one that a rank has set aside, or somebody removed."""
-        if older is None:
-            raise CheckpointNotFound(f"step {gone}, to go on from, is gone, and there is no older one")
-        agreed = int(self._gang.update(topic, lambda known: str(older.step) if known == str(gone) else known))
-        # Who has read the step looks at the agreement after saying so, and we the other way round: one of us sees it.
-        if self._gang.world_size > 1 and self._read_step() >= gone:
-            raise GangError(f"step {gone} is gone, and a rank goes on from it: start again, from step {older.step}")
-        return agreed
-
-    def _read_step(self) -> int:
-        """The newest step that a rank has read, to go on from it."""
-        known = self._gang.hear([_BRANCH])
-        return int(known[0]) if known else _SCRATCH
+        mine = choose([found for found in steps if named is None or found.step <= named])
+        return self._resumption.agree(mine, choose, trainer=trainer)
 
     def find(self, tag: str) -> CommittedStep | None:
         """The newest committed step of that tag; waits as `steps` does, for that tag's. Raises StorageError."""
@@ -574,10 +433,7 @@ class TaggedCheckpoints:
             yield steps
         if self._has_opened():
             return  # what training has gone on from stays as it is
-        self.go_on_from(step)
-        topic, given = self._given
-        if step == given and (self._gang.hear([topic]) or [str(step)])[0] != str(step):
-            raise GangError(f"step {step} was set aside while rank {self._environment.rank} read it: start again")
+        self._resumption.note_read(step)
         if self._link is not None and not self._has_progressed:
             seconds = time.perf_counter() - began
             self._link.tell(Restored(step=step, tier=str(self._steps.tier), time=time.time(), seconds=seconds))
@@ -666,9 +522,7 @@ class TaggedCheckpoints:
         self._steps.close()
         if self._attendance is not None:
             self._attendance.close(has_failed=hasattr(sys, "last_value"))
-        if self._published:
-            with suppress(GangError):  # who has ended keeps nothing that others would wait for
-                self._gang.tell(f"tags/report/{self._environment.rank}", RankReport(rank=-1).to_json())
+        self._reports.end()
         self._writer.close()
 
     def _at_exit(self) -> None:
