@@ -11,10 +11,9 @@ from typing import Any
 from stepfast.environment import absolute_storage_uri
 from stepfast.errors import StateUnsupported
 from stepfast.integrations.lightningnames import TorchCheckpointIO
-from stepfast.integrations.pointers import Pointers, has_pointer
+from stepfast.integrations.pointers import Pointers, has_pointer, path_of, tag_of
 from stepfast.integrations.process import checkpoints_of_process
 from stepfast.nebula.settings import Settings
-from stepfast.step import is_tag
 from stepfast.torch.copying import MapLocation
 from stepfast.torch.dcp.metadata import METADATA
 from stepfast.torch.rng import get_rng_state
@@ -149,12 +148,11 @@ class StepfastCheckpointIO(TorchCheckpointIO):
 
     def tag_of(self, path: Any) -> str:
         """The path as seen from where the script runs: what is saved there again replaces what was."""
-        text = os.path.relpath(path).removesuffix(SUFFIX)
-        return text if is_tag(text) else Path(text).name
+        return tag_of(path, SUFFIX)
 
     def path_of(self, found: CommittedStep) -> Path | None:
-        """Where that step was saved; None for one that has no tag."""
-        return Path(f"{found.tag}{SUFFIX}") if found.tag else None
+        """Where that step was saved; None where that cannot be told."""
+        return path_of(found.tag, SUFFIX)
 
     def check_options(self, options: Any) -> None:
         """Raises TypeError for `storage_options` that nobody knows."""
