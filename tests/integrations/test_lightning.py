@@ -550,8 +550,8 @@ def test_the_documents_lines_run_as_they_stand(tmp_path: Path, number: int) -> N
 READING = """
 from stepfast.integrations.lightning import StepfastCheckpointIO
 io = StepfastCheckpointIO()
-path = io.latest_checkpoint()
 try:
+    path = io.latest_checkpoint()
     print(path, io.load_checkpoint(path)["global_step"])
 except Exception as error:
     print(f"{type(error).__name__}: {error}")

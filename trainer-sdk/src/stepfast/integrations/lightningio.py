@@ -80,6 +80,7 @@ class StepfastCheckpointIO(TorchCheckpointIO):
     def latest_checkpoint(self, dirpath: str | os.PathLike[str] | None = None) -> str | None:
         """A path for `trainer.fit(ckpt_path=…)`: of the step that training goes on from, also on a disk that has seen
         nothing of it; None when there is none. What was saved with `save_weights_only` is none. Every rank calls it.
+        Raises CheckpointDamaged; the next attempt is told of an older one.
 
         dirpath: what was saved there, or in a folder in there; None: anywhere, by whichever of the job's Trainers.
         """
