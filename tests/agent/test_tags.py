@@ -29,10 +29,11 @@ def opened(
 
 
 def steps_of(*tags: str, begins_after: int = -1) -> list[int]:
-    book, steps = TagBook(), []
+    book, steps, last = TagBook(), [], -1
     for index, tag in enumerate(tags):
-        book, agreed = opened(book, tag, 1 + tags[:index].count(tag), begins_after=begins_after)
+        book, agreed = opened(book, tag, 1 + tags[:index].count(tag), begins_after=begins_after, last_number=last)
         steps.append(agreed.step)
+        last = agreed.number
     return steps
 
 

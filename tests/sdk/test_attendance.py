@@ -412,5 +412,5 @@ dist.barrier()
         agent=start_agent(),
     )
     assert finished.code == 0, finished.output
-    assert "step 1 is given up by all ranks: rank 0: 'x' could not be saved" in finished.output
+    assert "step 1 is given up by all ranks: rank 0: StateUnsupported: an object of type function" in finished.output
     assert committed(launcher) == {2: [0, 1]}
