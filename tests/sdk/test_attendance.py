@@ -253,7 +253,7 @@ def test_rank_that_ended_without_saving_has_no_share(ranks: Any, until: Any) -> 
 
 def test_rank_that_failed_before_it_came_to_its_save_is_not_taken_for_one_without_a_share(ranks: Any) -> None:
     first, second = ranks(2)
-    second.attendance.close(0.1, has_failed=True)
+    second.attendance.close(0.1, is_silent=True)
     first.save(agreed_on(0))
     first.attendance.close(0.2)
     assert (first.shared, list(first.given_up)) == ({}, [100])

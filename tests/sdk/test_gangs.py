@@ -149,6 +149,44 @@ nm.flush_persistence()
     assert ranks_by_step(launcher) == {1: [0, 1], 2: [0, 1], 3: [0, 1]}, finished.output
 
 
+def test_rank_that_is_slow_to_configure_again_keeps_its_share_of_the_next_tag(launcher: Any) -> None:
+    """While it closes the checkpoints that it had, a faster rank has saved the next ones already."""
+    finished = launcher.run(
+        NEBULA
+        + """
+from stepfast.nebula import engine
+from stepfast.torch.writer import Writer
+dist.init_process_group("gloo")
+nm.init(persistent_time_interval=0, num_of_version_in_retention=20)
+nm.Checkpoint("global_step1", 1).save("x", rank)
+dist.barrier()
+if rank == 1:
+    close = Writer.close
+    def close_late(self):  # behind this rank's own questions and answers
+        deadline = time.monotonic() + 20
+        while not os.path.exists("saved") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        close(self)
+    Writer.close = close_late
+nm.init(persistent_time_interval=0, num_of_version_in_retention=30)
+if rank == 1:
+    Writer.close = close
+nm.Checkpoint("global_step2", 1).save("x", rank)
+if rank == 0:
+    attendance, looks = engine.checkpoints()._attendance, []
+    look = attendance._look
+    attendance._look = lambda: (look(), looks.append(None))
+    while len(looks) < 3:  # for answers that there are already
+        time.sleep(0.01)
+    open("saved", "w").close()
+nm.flush_persistence()
+""",
+        ranks=2,
+    )
+    assert finished.code == 0, finished.output
+    assert ranks_by_step(launcher) == {1: [0, 1], 2: [0, 1]}, finished.output
+
+
 @pytest.mark.parametrize("with_agent", [True, False], ids=["agent", "no-agent"])
 def test_every_ranks_save_is_whole_after_a_shutdown(launcher: Any, start_agent: Any, with_agent: bool) -> None:
     finished = launcher.run(

@@ -65,7 +65,7 @@ def configure(settings: Settings, sharing: Sharing | None = None) -> None:
         made.persist_every(environment.persist_interval_seconds)
     else:
         pending = _state.pending
-        shut_down()
+        shut_down(goes_on=not is_elsewhere)
         _state.pending = pending
         if is_elsewhere and made.has_saved:
             log.warning(
@@ -143,8 +143,11 @@ def scratch_folder() -> str:
     return _state.scratch.name
 
 
-def shut_down() -> None:
-    """Waits until all is persisted, and lets go of everything; what is called next goes on with the same run."""
+def shut_down(*, goes_on: bool = False) -> None:
+    """Waits until all is persisted, and lets go of everything; what is called next goes on with the same run.
+
+    `goes_on`: it is known that something is called next.
+    """
     _end(Ending.ORDERLY)
     _state.pending = Pending()
     made, _state.checkpoints = _state.checkpoints, None
@@ -155,7 +158,7 @@ def shut_down() -> None:
     _state.elsewhere.clear()
     if made is not None:
         _state.ended[_place(made.environment)] = made
-        made.close()
+        made.close(goes_on=goes_on)
 
 
 def _end(ending: Ending) -> None:

@@ -91,10 +91,11 @@ class Attendance:
         self._next_index = 0
         self._questions: dict[int, _Question] = {}  # of any rank, by index: not answered here
         self._asked: list[_Asked] = []
+        self._absent: set[int] = set()  # ranks that were waited for in vain
         self._broken: str | None = None
         self._changed = threading.Condition()
         self._ending = threading.Event()
-        self._has_failed, self._last_seconds = False, LAST_SECONDS
+        self._is_silent, self._last_seconds = False, LAST_SECONDS
         if before is not None:
             # What it has said stays said: nothing is answered twice, nor otherwise.
             self._refused, self._given_up, self._newest = before._refused, before._given_up, before._newest
@@ -124,7 +125,7 @@ class Attendance:
                 self._shares[agreed.number] = _Share(agreed=agreed, opened=place, put=place)
             self._newest = max(self._newest, agreed.number)
             for own in self._asked:
-                own.absent_after = -math.inf
+                own.absent_after = min(own.absent_after, time.monotonic() + _ABSENT_SECONDS)
 
     def put(self, agreed: TaggedStep) -> None:
         """This rank puts something into the step."""
@@ -182,11 +183,12 @@ class Attendance:
             + self._missing_of(share)
         )
 
-    def close(self, timeout_seconds: float = LAST_SECONDS, *, has_failed: bool = False) -> None:
+    def close(self, timeout_seconds: float = LAST_SECONDS, *, is_silent: bool = False) -> None:
         """Lets all that this rank has committed settle, for at most so long, and gives up the rest; answers from then
-        on as a rank that has ended, but for one that has failed: it might have saved, had it come so far.
+        on as a rank that has ended. `is_silent`: it does not, because it has failed, and might have saved had it come
+        so far, or because it soon goes on (`before`).
         """
-        self._has_failed, self._last_seconds = has_failed, timeout_seconds
+        self._is_silent, self._last_seconds = is_silent, timeout_seconds
         self._ending.set()
         self._thread.join(timeout_seconds + 5.0)
 
@@ -223,12 +225,12 @@ class Attendance:
         while True:
             is_last = time.monotonic() > now + self._last_seconds
             self._look()
-            if is_last or not (self._shares or (self._questions and not self._has_failed)):
+            if is_last or not (self._shares or (self._questions and not self._is_silent)):
                 break
             pause.wait(_POLL_SECONDS)
         for share in list(self._shares.values()):
             self.fail(share.agreed, f"it ended {self._last_seconds:.0f} s later, and {self._missing_of(share)}")
-        if not self._has_failed:
+        if not self._is_silent:
             # Behind what it gave up: who has left without a word has no share.
             self._gang.tell(f"tags/left/{self._gang.rank}", "")
         with self._changed:
@@ -269,7 +271,7 @@ class Attendance:
 
     def _is_beyond(self, question: _Question) -> bool:
         """Whether this rank has passed the place of the question without opening the tag."""
-        has_ended = self._ending.is_set() and not self._has_failed
+        has_ended = self._ending.is_set() and not self._is_silent
         return has_ended or self._newest > question.number or is_beyond(self._here(), question.put)
 
     def _settle(self, asked: _Asked) -> None:
@@ -293,7 +295,13 @@ class Attendance:
         """Whether the rank cannot answer: it has ended, or never came while this one waited or went on."""
         if self._gang.hear([f"tags/left/{rank}"]) not in (None, [_BACK]):
             return True
-        return time.monotonic() > asked.absent_after and self._gang.hear([f"tags/present/{rank}"]) is None
+        if rank not in self._absent and time.monotonic() <= asked.absent_after:
+            return False
+        if self._gang.hear([f"tags/present/{rank}"]) is not None:
+            self._absent.discard(rank)
+            return False
+        self._absent.add(rank)  # its next absence is believed at once
+        return True
 
     def _follow(self, number: int, share: _Share) -> None:
         """What became of a step that this rank shares in."""

@@ -78,7 +78,8 @@ class TaggedCheckpoints:
         self, *, sharing: Sharing, environment: Environment | None = None, storage_uri: str | None = None,
         weights_only: bool = False, persist_all: bool = False, before: TaggedCheckpoints | None = None,
     ) -> None:  # fmt: skip
-        self._closed = False
+        self._closed = self._has_ended = False
+        self._shared_late: list[threading.Thread] = []
         self._sharing, self._weights_only, self._persist_all = sharing, weights_only, persist_all
         environment = environment if environment is not None else read_environment()
         if storage_uri is not None:
@@ -318,10 +319,12 @@ class TaggedCheckpoints:
             self._share(step, sharers)
             return
         # Another node's agent holds nothing back: it does not know of the step's commit before it knows whose it is.
-        threading.Thread(target=self._share_late, args=(step, sharers), name="stepfast-share", daemon=True).start()
+        late = threading.Thread(target=self._share_late, args=(step, sharers), name="stepfast-share", daemon=True)
+        self._shared_late = [*filter(threading.Thread.is_alive, self._shared_late), late]
+        late.start()
 
     def _share_late(self, step: int, sharers: RankSet) -> None:
-        while not self._closed:
+        while not self._has_ended:
             try:
                 self._branch.wait()
             except StorageUnavailable as error:
@@ -499,14 +502,17 @@ class TaggedCheckpoints:
 
     # ------------------------------------------------------------ the end
 
-    def close(self, timeout_seconds: float = 600.0) -> None:
-        """Waits until the newest step is committed, and says goodbye. Raises StorageUnavailable."""
+    def close(self, timeout_seconds: float = 600.0, *, goes_on: bool = False) -> None:
+        """Waits until the newest step is committed, and says goodbye. Raises StorageUnavailable.
+
+        `goes_on`: others are made in the place of these at once, `before` which these were: the rank has not ended.
+        """
         if self._closed:
             return
         began = time.monotonic()
         try:
             if self._attendance is not None:
-                self._attendance.close(min(timeout_seconds, LAST_SECONDS))
+                self._attendance.close(min(timeout_seconds, LAST_SECONDS), is_silent=goes_on)
                 timeout_seconds = max(0.0, timeout_seconds - (time.monotonic() - began))
             if self._newest is not None and self._newest.saved:
                 self._newest.wait(Tier.PERSISTENT, timeout_seconds)
@@ -521,7 +527,11 @@ class TaggedCheckpoints:
         atexit.unregister(self._at_exit)
         self._steps.close()
         if self._attendance is not None:
-            self._attendance.close(has_failed=hasattr(sys, "last_value"))
+            self._attendance.close(is_silent=hasattr(sys, "last_value"))
+        deadline = time.monotonic() + LAST_SECONDS
+        for late in self._shared_late:  # what was saved last is nobody's until it is said whose it is
+            late.join(max(0.0, deadline - time.monotonic()))
+        self._has_ended = True
         self._reports.end()
         self._writer.close()
 
