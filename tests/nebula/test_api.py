@@ -302,6 +302,7 @@ def test_as_many_versions_are_kept_as_init_was_told(storage: Path) -> None:
         nm.Checkpoint(f"global_step{step}", 1).save("model", step)
         nm.flush_persistence()
     assert tags() == ["global_step4", "global_step5"]
+    assert nm.get_checkpoint("global_step1") is None  # and it is not waited for
 
 
 # ---------------------------------------------------------------- a run that is begun twice

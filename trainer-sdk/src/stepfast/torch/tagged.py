@@ -151,6 +151,7 @@ class TaggedCheckpoints:
 
     def remove(self, step: int) -> None:
         """Removes a committed step that is of no more use. Raises StorageError."""
+        self._settlement.tell_removed(step)
         self._source.remove(step)
 
     def progress(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
@@ -468,9 +469,15 @@ class TaggedCheckpoints:
 
     def _is_committed(self, agreed: TaggedStep) -> bool:
         """Waits until it is known; False for what is not saved yet."""
+        if self._settlement.is_removed(agreed.step):
+            return False
         if self._opened[agreed.tag] >= agreed.occurrence:
             own = self._saves.get(agreed.tag)
-            return own is not None and own.step == agreed.step and self._is_own_committed(agreed.tag, own)
+            if own is None or own.step != agreed.step or self._writer.has_failed(own.step):
+                return False
+            if own is not self._newest:  # retention may have removed it
+                return self._settlement.is_committed(agreed)
+            return self._is_own_committed(agreed.tag, own)
         # A step that this rank may still share in is nothing that it could wait for.
         is_past = self._attendance is not None and self._attendance.is_past(agreed)
         return is_past and self._settlement.is_committed(agreed)
