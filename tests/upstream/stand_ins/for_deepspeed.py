@@ -14,7 +14,7 @@ import deepspeed
 import torch.distributed as dist
 
 from stepfast.integrations import deepspeed as ours
-from stepfast.integrations.deepspeedengines import tag_in
+from stepfast.integrations.deepspeedtags import tag_in
 
 if "STEPFAST_STORAGE_URI" not in os.environ:  # processes that pytest starts have it from pytest's
     scratch = tempfile.TemporaryDirectory(prefix="stepfast-upstream-")

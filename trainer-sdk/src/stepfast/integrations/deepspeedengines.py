@@ -15,7 +15,7 @@ from stepfast.environment import read_environment
 from stepfast.errors import CheckpointNotFound, SpecError
 from stepfast.integrations.deepspeedfolder import Files, files_of, latest_tag
 from stepfast.integrations.deepspeedretention import Retention
-from stepfast.integrations.deepspeedtags import folder_of, tag_in, tag_of
+from stepfast.integrations.deepspeedtags import tag_in, tag_of
 from stepfast.nebula.settings import Settings
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import Sharing, TaggedCheckpoints
@@ -188,4 +188,4 @@ def _is_in(found: CommittedStep, folder: str, tag: str | None) -> bool:
     return found.tag == tag_in(folder, tag_of(found) if tag is None else tag)
 
 
-__all__ = ["Engines", "folder_of", "tag_in", "tag_of"]
+__all__ = ["Engines"]

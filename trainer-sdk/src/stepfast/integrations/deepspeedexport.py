@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stepfast import catalog
 from stepfast.errors import CheckpointNotFound, SpecError
-from stepfast.integrations.deepspeedengines import tag_of
+from stepfast.integrations.deepspeedtags import tag_of
 from stepfast.integrations.missing import missing
 from stepfast.storage import Store, open_store
 from stepfast.storage.faults import storage_error

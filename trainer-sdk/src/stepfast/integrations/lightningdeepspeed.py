@@ -10,7 +10,7 @@ from typing import Any
 from stepfast.errors import StateUnsupported
 from stepfast.integrations.deepspeed import settings_of
 from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine, replaced
-from stepfast.integrations.deepspeedengines import folder_of, tag_in
+from stepfast.integrations.deepspeedtags import folder_of, tag_in
 from stepfast.integrations.lightningio import StepfastCheckpointIO, marks_of, step_of
 from stepfast.integrations.lightningnames import DeepSpeedStrategy
 from stepfast.nebula.settings import Settings

@@ -308,12 +308,7 @@ class TaggedCheckpoints:
         """Waits until the run's newest step, or its newest of that tag, is committed, whichever ranks have saved it;
         or, where it never will be, the one before. Also for ranks that save nothing. Raises StorageError, GangError.
         """
-        for agreed in reversed(read_book(self._gang).steps):
-            if not agreed.save or tag not in (None, agreed.tag):
-                continue
-            is_own = self._opened[agreed.tag] >= agreed.occurrence
-            if self._is_committed(agreed) if is_own else self._settlement.is_committed(agreed):
-                return
+        self._settle_newest(tag, of_others=True)
 
     def _told_sharers(self, step: int, sharers: RankSet) -> None:
         if self._branch.is_done:
@@ -456,18 +451,19 @@ class TaggedCheckpoints:
             if saved.step == step:
                 saved.wait(Tier.PERSISTENT)
 
-    def _settle_newest(self, tag: str | None = None) -> None:
+    def _settle_newest(self, tag: str | None = None, *, of_others: bool = False) -> None:
         """The newest step that ranks have saved, of that tag, is committed; or, where it never will be, the one before.
 
-        Every rank looks into the same book: after the same saves they all find the same step.
+        Every rank looks into the same book: after the same saves they all find the same step. `of_others`: what other
+        ranks have saved is waited for wherever this one stands.
         """
         for agreed in reversed(read_book(self._gang).steps):
-            if agreed.save and tag in (None, agreed.tag) and self._is_committed(agreed):
+            if agreed.save and tag in (None, agreed.tag) and self._is_committed(agreed, of_others=of_others):
                 return
         if self._branch.is_own:
             self._branch.wait()  # nothing of the run is there, and nothing that is superseded is to be found
 
-    def _is_committed(self, agreed: TaggedStep) -> bool:
+    def _is_committed(self, agreed: TaggedStep, *, of_others: bool) -> bool:
         """Waits until it is known; False for what is not saved yet."""
         if self._settlement.is_removed(agreed.step):
             return False
@@ -479,7 +475,7 @@ class TaggedCheckpoints:
                 return self._settlement.is_committed(agreed)
             return self._is_own_committed(agreed.tag, own)
         # A step that this rank may still share in is nothing that it could wait for.
-        is_past = self._attendance is not None and self._attendance.is_past(agreed)
+        is_past = of_others or (self._attendance is not None and self._attendance.is_past(agreed))
         return is_past and self._settlement.is_committed(agreed)
 
     def _is_own_committed(self, tag: str, saved: Saved) -> bool:
