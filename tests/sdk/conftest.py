@@ -300,6 +300,15 @@ class Finished:
     output: str
 
 
+# A Python that ends right behind one of gloo's collective operations aborts now and then: a thread of gloo's lets go of
+# the operation's tensor when there is no interpreter any more (torch 2.15).
+DESTROY_GROUP = """
+import torch.distributed
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+
 @dataclass(slots=True)
 class Launcher:
     """Runs scripts under torchrun, gloo, on this machine, for one job on one storage."""
@@ -308,8 +317,9 @@ class Launcher:
     folder: Path
 
     def write(self, text: str) -> Path:
+        """The script as a file; it destroys its process group at its end, if it has not done so."""
         path = self.folder / f"script_{uuid.uuid4().hex[:8]}.py"
-        path.write_text(text)
+        path.write_text(text + DESTROY_GROUP)
         return path
 
     def variables(self, agent: RunningAgent | None, attempt: int, given: Mapping[str, str]) -> dict[str, str]:

@@ -228,6 +228,7 @@ def train(rank, path, first):
         print(rank, error, flush=True)
         os._exit(0)
     dist.barrier()
+    dist.destroy_process_group()
 if __name__ == "__main__":
     for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(key, None)

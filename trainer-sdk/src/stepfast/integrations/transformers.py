@@ -19,6 +19,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -181,7 +182,7 @@ class StepfastTrainerMixin(Trainer):
             self._own_folders.point(folder, opened.step, opened.tag)
             super()._save_checkpoint(model, trial)
             if self.is_world_process_zero():
-                opened.put(STATE, _tensor(Path(folder, STATE).read_bytes()), copy=False)
+                opened.put(STATE, _tensor(self._state_text()), copy=False)
             self.saved = opened.commit()
         finally:
             self._opened = None
@@ -211,6 +212,12 @@ class StepfastTrainerMixin(Trainer):
         super()._save_rng_state(output_dir)  # a small file: Trainer knows the generators of each kind of device
         if self._opened is not None:
             self._opened.put(self._rng_name, _tensor(Path(output_dir, self._rng_name).read_bytes()), copy=False)
+
+    def _state_text(self) -> bytes:
+        """Trainer's own state, as it writes it; not read from the step's folder, which its rules may have removed."""
+        with TemporaryDirectory(prefix="stepfast-") as folder:
+            self.state.save_to_json(os.path.join(folder, STATE))
+            return Path(folder, STATE).read_bytes()
 
     def _sweep(self) -> None:
         if self.is_world_process_zero():
