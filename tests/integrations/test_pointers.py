@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from stepfast.environment import read_environment
-from stepfast.errors import CheckpointNotFound
+from stepfast.errors import CheckpointNotFound, StorageError
 from stepfast.integrations.pointers import Pointers, Scope, path_of, tag_of
 from stepfast.step import is_tag
+from stepfast.storage.local import LocalStore
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import Sharing, TaggedCheckpoints
 
@@ -80,6 +82,26 @@ def test_removing_a_pointer_of_another_job_leaves_this_jobs_step_of_that_number(
     pointers.finish()
     assert not os.path.exists("theirs")
     assert [found.tag for found in pointers.checkpoints.steps()] == ["ours"]
+
+
+def test_step_that_the_storage_does_not_let_go_is_removed_with_the_next(begin: Begin, monkeypatch: Any) -> None:
+    pointers = begin()
+    for path in ("one", "two"):
+        opened = pointers.checkpoints.open(path)
+        pointers.point(path, opened.step, path)
+        pointers.committed(opened.commit())
+    delete, answers = LocalStore.delete, [StorageError("not now")]
+
+    def refuse_once(store: LocalStore, path: str) -> None:
+        if answers:
+            raise answers.pop()
+        delete(store, path)
+
+    monkeypatch.setattr(LocalStore, "delete", refuse_once)
+    pointers.remove("one", "one")
+    pointers.finish()
+    assert not answers
+    assert [found.tag for found in pointers.checkpoints.steps()] == ["two"]
 
 
 def test_pointers_of_another_storage_are_not_taken_for_lost_ones(begin: Begin) -> None:

@@ -114,7 +114,6 @@ class Engines:
         if self._made is None or self._made.is_closed:
             return
         if self._retention is not None:
-            self._made.flush()
             self._retention.finish()
         self._made.close()
 

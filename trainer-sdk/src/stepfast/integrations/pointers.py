@@ -19,13 +19,13 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepfast.errors import CheckpointNotFound, StepfastError
+from stepfast.errors import CheckpointNotFound
+from stepfast.integrations.removals import Removals
 from stepfast.step import is_tag
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import TaggedCheckpoints
@@ -134,9 +134,7 @@ class Pointers:
     def __init__(self, checkpoints: TaggedCheckpoints, *, in_folders: bool = True) -> None:
         self.checkpoints, self._in_folders = checkpoints, in_folders
         self._steps: dict[Path, list[int]] = {}  # that each path has stood for, the newest last
-        self._saves: dict[int, Saved] = {}
-        self._newest: Saved | None = None
-        self._removals: list[Future[None]] = []
+        self._removals = Removals(checkpoints)
 
     def point(self, path: Any, step: int, tag: str) -> None:
         """Has the path stand for that step; makes folders that are not there yet."""
@@ -196,7 +194,7 @@ class Pointers:
 
     def committed(self, saved: Saved) -> None:
         """Tells of a step that this rank has just saved."""
-        self._newest = self._saves[saved.step] = saved
+        self._removals.saved(saved)
 
     def remove(self, path: Any, tag: str) -> None:
         """Has the path stand for nothing: its step goes as `sweep` says. Rank 0 calls it. Raises StorageError."""
@@ -216,8 +214,7 @@ class Pointers:
         """
         for path, steps in list(self._steps.items()):
             kept = steps[-1:] if has_pointer(path) else []
-            for step in steps[: len(steps) - len(kept)]:
-                self._later(step)
+            self._removals.begin(steps[: len(steps) - len(kept)])
             if kept:
                 self._steps[path] = kept
             else:
@@ -225,33 +222,11 @@ class Pointers:
 
     def finish(self) -> None:
         """Waits until all is persisted, and removed that was to be. Raises StorageUnavailable."""
-        newest = self._newest
-        if newest is not None and newest.saved and not self.checkpoints.is_closed:
-            newest.wait()
-        wait(self._removals)
+        self._removals.finish()
 
     def _is_ours(self, pointer: Mapping[str, Any]) -> bool:
         environment = self.checkpoints.environment
         return (pointer["job"], pointer["storage"]) == (str(environment.job), environment.storage_uri)
-
-    def _later(self, step: int) -> None:
-        if self._newest is None:  # nothing that this process saves has to be there first
-            self._remove(step, None)
-            return
-        self._removals = [removal for removal in self._removals if not removal.done()]
-        pool = ThreadPoolExecutor(1, thread_name_prefix="stepfast-removal")
-        self._removals.append(pool.submit(self._remove, step, self._newest))
-        pool.shutdown(wait=False)  # the thread ends with its work: nobody may ever call finish()
-
-    def _remove(self, step: int, successor: Saved | None) -> None:
-        try:
-            # The step itself too: the newest is persisted first, and what is not there yet cannot be removed.
-            for saved in (self._saves.pop(step, None), successor):
-                if saved is not None and saved.saved:
-                    saved.wait()
-            self.checkpoints.remove(step)
-        except StepfastError as error:
-            log.warning("stepfast: step %s was not removed: %s", step, error)
 
 
 def _date(paths: Sequence[Path]) -> None:
