@@ -42,8 +42,8 @@ if len(sys.argv) > 2:
         if rank == 0:
             save(9)
         dist.barrier(); dist.barrier()
-        while rank == 1 and checkpoints._attendance._next_index < 5: pass
-        while rank == 1 and checkpoints._attendance._questions: pass
+        while rank == 1 and checkpoints._sharers._attendance._next_index < 5: pass
+        while rank == 1 and checkpoints._sharers._attendance._questions: pass
         if rank == 1:
             save(9)
     except GangError as error:

@@ -173,7 +173,7 @@ if rank == 1:
     Writer.close = close
 nm.Checkpoint("global_step2", 1).save("x", rank)
 if rank == 0:
-    attendance, looks = engine.checkpoints()._attendance, []
+    attendance, looks = engine.checkpoints()._sharers._attendance, []
     look = attendance._look
     attendance._look = lambda: (look(), looks.append(None))
     while len(looks) < 3:  # for answers that there are already

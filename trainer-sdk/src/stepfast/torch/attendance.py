@@ -26,6 +26,7 @@ from stepfast.ranks import RankSet
 from stepfast.tags import REMEMBERED, TaggedStep
 from stepfast.torch.gang import Gang
 from stepfast.torch.places import Place, find_place, is_beyond
+from stepfast.torch.topics import Topic
 
 log = logging.getLogger("stepfast")
 
@@ -100,8 +101,8 @@ class Attendance:
             # What it has said stays said: nothing is answered twice, nor otherwise.
             self._refused, self._given_up, self._newest = before._refused, before._given_up, before._newest
             self._next_index, self._questions = before._next_index, before._questions
-            gang.tell(f"tags/left/{gang.rank}", _BACK)
-        gang.tell(f"tags/present/{gang.rank}", "")
+            gang.tell(Topic.LEFT.of(gang.rank), _BACK)
+        gang.tell(Topic.PRESENT.of(gang.rank), "")
         self._thread = threading.Thread(target=self._work, name="stepfast-attendance", daemon=True)
         self._thread.start()
 
@@ -109,8 +110,8 @@ class Attendance:
         """This rank shares in the step. Raises GangError when it has said the contrary by going on."""
         place = self._here()
         key = (agreed.tag, agreed.occurrence)
-        is_settled = self._gang.hear([f"tags/sharers/{agreed.number}"]) is not None
-        asked = self._gang.hear([f"tags/asked/{agreed.number}"])
+        asked = self._gang.hear([Topic.ASKED.of(agreed.number)])
+        is_settled = asked is not None and self._gang.hear([Topic.SHARERS.of(agreed.number)]) is not None
         with self._changed:
             if is_settled or key in self._refused or (asked and is_beyond(place, _question(asked[0]).put)):
                 raise GangError(
@@ -149,21 +150,21 @@ class Attendance:
         if agreed.opener != self._gang.rank:
             return
         text = json.dumps([agreed.tag, agreed.occurrence, agreed.number, share.opened, share.put])
-        self._gang.tell(f"tags/asked/{agreed.number}", text)
-        index = self._gang.count("tags/asks") - 1
-        self._gang.tell(f"tags/ask/{index}", text)
+        self._gang.tell(Topic.ASKED.of(agreed.number), text)
+        index = self._gang.count(Topic.QUESTIONS) - 1
+        self._gang.tell(Topic.QUESTION.of(index), text)
         with self._changed:
             self._asked.append(_Asked(index=index, agreed=agreed, time=time.monotonic()))
 
     def is_past(self, agreed: TaggedStep) -> bool:
         """Whether the rank that opened the tag has committed its share, and this one is beyond that place."""
-        asked = self._gang.hear([f"tags/asked/{agreed.number}"])
+        asked = self._gang.hear([Topic.ASKED.of(agreed.number)])
         return asked is not None and self._is_beyond(_question(asked[0]))
 
     def fail(self, agreed: TaggedStep, reason: str) -> None:
         """This rank has no share to give, though it has opened the tag: no rank is to wait for the step."""
         text = f"rank {self._gang.rank}: {reason}"
-        self._gang.tell(f"tags/failed/{agreed.number}", text)
+        self._gang.tell(Topic.FAILED.of(agreed.number), text)
         self._give_up(agreed.number, text)
 
     def wait(self, step: int, timeout_seconds: float) -> None:
@@ -232,7 +233,7 @@ class Attendance:
             self.fail(share.agreed, f"it ended {self._last_seconds:.0f} s later, and {self._missing_of(share)}")
         if not self._is_silent:
             # Behind what it gave up: who has left without a word has no share.
-            self._gang.tell(f"tags/left/{self._gang.rank}", "")
+            self._gang.tell(Topic.LEFT.of(self._gang.rank), "")
         with self._changed:
             self._broken = "its rank has ended"
 
@@ -246,7 +247,7 @@ class Attendance:
             self._follow(number, share)
 
     def _hear(self) -> None:
-        while (asked := self._gang.hear([f"tags/ask/{self._next_index}"])) is not None:
+        while (asked := self._gang.hear([Topic.QUESTION.of(self._next_index)])) is not None:
             with self._changed:
                 self._questions[self._next_index] = _question(asked[0])
             self._next_index += 1
@@ -265,7 +266,7 @@ class Attendance:
                         del self._refused[next(iter(self._refused))]
             if share is not None and not _is_at_one_place(share, question):
                 self.fail(share.agreed, "it saved at another place of training than the others: give each save a tag")
-            self._gang.tell(f"tags/answer/{index}/{self._gang.rank}", "in" if share is not None else "out")
+            self._gang.tell(Topic.ANSWER.of(index, self._gang.rank), "in" if share is not None else "out")
             with self._changed:
                 del self._questions[index]
 
@@ -280,24 +281,24 @@ class Attendance:
         for rank in range(self._gang.world_size):
             if rank in asked.shares:
                 continue
-            said = self._gang.hear([f"tags/answer/{asked.index}/{rank}"])
+            said = self._gang.hear([Topic.ANSWER.of(asked.index, rank)])
             if said is None and not self._is_absent(rank, asked):
                 self._wonder(asked)
                 return
             asked.shares[rank] = said == ["in"]
-        if self._gang.hear([f"tags/failed/{number}"]) is None:
+        if self._gang.hear([Topic.FAILED.of(number)]) is None:
             sharers = RankSet.of(rank for rank, shares in asked.shares.items() if shares)
-            self._gang.tell(f"tags/sharers/{number}", str(sharers))
+            self._gang.tell(Topic.SHARERS.of(number), str(sharers))
         with self._changed:
             self._asked = [own for own in self._asked if own is not asked]
 
     def _is_absent(self, rank: int, asked: _Asked) -> bool:
         """Whether the rank cannot answer: it has ended, or never came while this one waited or went on."""
-        if self._gang.hear([f"tags/left/{rank}"]) not in (None, [_BACK]):
+        if self._gang.hear([Topic.LEFT.of(rank)]) not in (None, [_BACK]):
             return True
         if rank not in self._absent and time.monotonic() <= asked.absent_after:
             return False
-        if self._gang.hear([f"tags/present/{rank}"]) is not None:
+        if self._gang.hear([Topic.PRESENT.of(rank)]) is not None:
             self._absent.discard(rank)
             return False
         self._absent.add(rank)  # its next absence is believed at once
@@ -305,11 +306,11 @@ class Attendance:
 
     def _follow(self, number: int, share: _Share) -> None:
         """What became of a step that this rank shares in."""
-        failed = self._gang.hear([f"tags/failed/{number}"])
+        failed = self._gang.hear([Topic.FAILED.of(number)])
         if failed is not None:
             self._give_up(number, failed[0])
             return
-        said = self._gang.hear([f"tags/sharers/{number}"])
+        said = self._gang.hear([Topic.SHARERS.of(number)])
         if said is None:
             return
         sharers = RankSet.parse(said[0], self._gang.world_size)
@@ -360,7 +361,7 @@ class Attendance:
         missing = [
             rank
             for rank in range(self._gang.world_size)
-            if rank not in asked.shares and self._gang.hear([f"tags/answer/{asked.index}/{rank}"]) is None
+            if rank not in asked.shares and self._gang.hear([Topic.ANSWER.of(asked.index, rank)]) is None
         ]
         if not missing:
             return "the last answer has come only now"

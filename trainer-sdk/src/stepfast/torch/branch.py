@@ -16,11 +16,11 @@ from stepfast.errors import AgentError, GangError, StorageError, StorageUnavaila
 from stepfast.torch.gang import Gang
 from stepfast.torch.link import AgentLink
 from stepfast.torch.sources import Source
+from stepfast.torch.topics import Topic
 
 log = logging.getLogger("stepfast")
 
 SCRATCH = -1  # before step 0, which can be saved
-_DONE, _WHO = "tags/branched", "tags/branching"  # topics of the gang
 _LONGEST_SECONDS = 120.0
 _POLL_SECONDS = 0.05
 
@@ -38,7 +38,7 @@ class Branch:
     @property
     def is_done(self) -> bool:
         """Whether all is superseded. Raises GangError."""
-        self._is_done = self._is_done or self._gang.hear([_DONE]) is not None
+        self._is_done = self._is_done or self._gang.hear([Topic.BRANCHED]) is not None
         return self._is_done
 
     @property
@@ -79,7 +79,7 @@ class Branch:
         """Whether it is this rank's to ask its agent: one rank does."""
         if self._leader is not None:
             return self._leader == self._rank
-        return self._gang.update(_WHO, lambda known: known or str(self._rank)) == str(self._rank)
+        return self._gang.update(Topic.BRANCHING, lambda known: known or str(self._rank)) == str(self._rank)
 
     def _finish(self, superseded: Sequence[int]) -> None:
         if superseded:
@@ -87,7 +87,7 @@ class Branch:
             log.warning("stepfast: training goes on from %s: steps %s are superseded", since, list(superseded))
         self._is_done = True
         with suppress(GangError):  # the gang is over
-            self._gang.tell(_DONE, "")
+            self._gang.tell(Topic.BRANCHED, "")
 
 
 __all__ = ["SCRATCH", "Branch"]

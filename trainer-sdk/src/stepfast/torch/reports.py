@@ -9,6 +9,7 @@ from stepfast.admission import RankReport
 from stepfast.errors import GangError
 from stepfast.torch.gang import Gang
 from stepfast.torch.link import AgentLink
+from stepfast.torch.topics import Topic
 from stepfast.torch.writer import Writer
 
 
@@ -37,25 +38,25 @@ class Reports:
         if report == self._published:
             return
         is_first, self._published = not self._published, report
-        self._gang.tell(f"tags/report/{self._rank}", report)
+        self._gang.tell(Topic.REPORT.of(self._rank), report)
         if is_first and not self._is_known:
-            self._gang.tell(f"tags/reporter/{self._gang.count('tags/reporters') - 1}", str(self._rank))
+            self._gang.tell(Topic.REPORTER.of(self._gang.count(Topic.REPORTERS) - 1), str(self._rank))
 
     def hear(self) -> list[RankReport]:
         """What the ranks that share in every step last published; nothing while one of them has not yet. Where nobody
         knows who shares: what all have that have saved so far.
         """
         if not self._is_known:
-            while (told := self._gang.hear([f"tags/reporter/{len(self._reporters)}"])) is not None:
+            while (told := self._gang.hear([Topic.REPORTER.of(len(self._reporters))])) is not None:
                 self._reporters += told
-        texts = self._gang.hear([f"tags/report/{rank}" for rank in self._reporters])
+        texts = self._gang.hear([Topic.REPORT.of(rank) for rank in self._reporters])
         return [RankReport.from_json(text) for text in texts or ()]
 
     def end(self) -> None:
         """Who has ended keeps nothing that others would wait for."""
         if self._published:
             with suppress(GangError):
-                self._gang.tell(f"tags/report/{self._rank}", RankReport(rank=-1).to_json())
+                self._gang.tell(Topic.REPORT.of(self._rank), RankReport(rank=-1).to_json())
 
     def _report(self, step: int) -> RankReport:
         agent = self._writer.agent

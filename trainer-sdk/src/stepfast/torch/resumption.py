@@ -14,10 +14,10 @@ from typing import TypeAlias
 from stepfast.errors import CheckpointNotFound, GangError
 from stepfast.torch.gang import Gang
 from stepfast.torch.sources import CommittedStep
+from stepfast.torch.topics import Topic
 
 Choice: TypeAlias = Callable[[Sequence[CommittedStep]], CommittedStep | None]
 
-_READ, _AGREED = "tags/from", "tags/resume"  # topics of the gang
 _NONE = "-1"  # from scratch
 _LISTING_SECONDS = 2.0  # how long a storage may take to list on one machine what it lists on another
 _POLL_SECONDS = 0.1
@@ -35,7 +35,7 @@ class Resumption:
         trainer of that name goes on from. Raises StorageError, and CheckpointNotFound or GangError when the step is
         gone and no other can take its place.
         """
-        topic = f"{_AGREED}/{hashlib.sha256(trainer.encode()).hexdigest()}" if trainer else _AGREED
+        topic = Topic.RESUMED.of(hashlib.sha256(trainer.encode()).hexdigest())
         agreed = self._gang.update(topic, lambda known: known or (_NONE if mine is None else str(mine.step)))
         found = mine if mine is not None and agreed == str(mine.step) else None
         deadline = time.monotonic() + _LISTING_SECONDS
@@ -64,14 +64,14 @@ class Resumption:
     @property
     def read_step(self) -> int | None:
         """The newest step that a rank has read, to go on from it; None: none has."""
-        known = self._gang.hear([_READ])
+        known = self._gang.hear([Topic.READ])
         return int(known[0]) if known else None
 
     def note_read(self, step: int) -> None:
         """This rank has read the step, to go on from it. Raises GangError when it was told to, and the gang has agreed
         on another since.
         """
-        self._gang.update(_READ, lambda known: str(max(step, int(known or _NONE))))
+        self._gang.update(Topic.READ, lambda known: str(max(step, int(known or _NONE))))
         topic, given = self._given
         if step == given and (self._gang.hear([topic]) or [str(step)])[0] != str(step):
             raise GangError(f"step {step} was set aside while rank {self._gang.rank} read it: start again")

@@ -10,8 +10,7 @@ from stepfast.tags import TagBook, TaggedStep
 from stepfast.torch.gang import Gang
 from stepfast.torch.link import AgentLink
 from stepfast.torch.sources import Source, read_record
-
-BOOK = "tags"  # the topic of the gang under which its book stands
+from stepfast.torch.topics import Topic
 
 _LONGEST_SECONDS = 600.0
 _OLD_SECONDS = 5.0  # by which a step may be committed behind a newer one
@@ -46,11 +45,11 @@ class Settlement:
 
     def tell_removed(self, step: int) -> None:
         """The step is about to be removed: nobody is to wait for it."""
-        self._gang.tell(f"tags/removed/{step}", "")
+        self._gang.tell(Topic.REMOVED.of(step), "")
 
     def is_removed(self, step: int) -> bool:
         """Whether a rank has removed it."""
-        return self._gang.hear([f"tags/removed/{step}"]) is not None
+        return self._gang.hear([Topic.REMOVED.of(step)]) is not None
 
     def _is_old(self, step: int) -> bool:
         """Whether a newer one is committed: then this one was, too, and retention has removed it."""
@@ -63,14 +62,14 @@ class Settlement:
             return False
 
     def _is_given_up(self, agreed: TaggedStep) -> bool:
-        if self._gang.hear([f"tags/failed/{agreed.number}"]) is not None or self.is_removed(agreed.step):
+        if self._gang.hear([Topic.FAILED.of(agreed.number)]) is not None or self.is_removed(agreed.step):
             return True
         return any(agreed.step in later.drop for later in read_book(self._gang).steps)
 
 
 def read_book(gang: Gang) -> TagBook:
     """The run's tags as they are now."""
-    return TagBook.from_json((gang.hear([BOOK]) or [""])[0])
+    return TagBook.from_json((gang.hear([Topic.BOOK]) or [""])[0])
 
 
-__all__ = ["BOOK", "Settlement", "read_book"]
+__all__ = ["Settlement", "read_book"]

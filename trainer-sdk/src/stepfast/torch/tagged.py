@@ -11,31 +11,26 @@ import atexit
 import json
 import logging
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
 from typing import Any
 
 from stepfast.environment import Environment, absolute_storage_uri, read_environment
 from stepfast.errors import (
     AgentError,
     CheckpointDamaged,
-    CheckpointError,
     CheckpointNotFound,
-    GangError,
     StorageError,
     StorageUnavailable,
 )
 from stepfast.layout import job_folder
 from stepfast.messages import Restored, Skipped
-from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
 from stepfast.step import Tier, is_tag
 from stepfast.tags import Opening, TagBook, TaggedStep, open_tag
-from stepfast.torch.attendance import LAST_SECONDS, Attendance
+from stepfast.torch.attendance import LAST_SECONDS
 from stepfast.torch.branch import SCRATCH, Branch
 from stepfast.torch.claims import claim, give_up
 from stepfast.torch.copying import MapLocation
@@ -47,23 +42,17 @@ from stepfast.torch.planner import Planner
 from stepfast.torch.reports import Reports
 from stepfast.torch.resumption import Choice, Resumption
 from stepfast.torch.saver import Save
-from stepfast.torch.settlement import BOOK, Settlement, read_book
+from stepfast.torch.settlement import Settlement, read_book
+from stepfast.torch.sharers import Sharers, Sharing
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source
 from stepfast.torch.stopping import Stopping, wait_to_be_stopped
 from stepfast.torch.taggedsteps import FILE_NAME, TaggedSteps, newest_of
+from stepfast.torch.topics import Topic
 from stepfast.torch.writer import Saved, Writer
 
 log = logging.getLogger("stepfast")
 
 _FLUSH_SECONDS = 600.0  # until it is known who shares in a step that somebody waits for
-
-
-class Sharing(StrEnum):
-    """Which ranks save under a tag."""
-
-    EVERY_RANK = "EveryRank"  # each opens every tag, and commits it, be it with nothing
-    THIS_RANK = "ThisRank"  # it alone: nobody else has anything to save
-    WHOEVER_OPENS = "WhoeverOpens"  # those that open the tag before they are past the place where others do
 
 
 class TaggedCheckpoints:
@@ -78,8 +67,7 @@ class TaggedCheckpoints:
         self, *, sharing: Sharing, environment: Environment | None = None, storage_uri: str | None = None,
         weights_only: bool = False, persist_all: bool = False, before: TaggedCheckpoints | None = None,
     ) -> None:  # fmt: skip
-        self._closed = self._has_ended = False
-        self._shared_late: list[threading.Thread] = []
+        self._closed = False
         self._sharing, self._weights_only, self._persist_all = sharing, weights_only, persist_all
         environment = environment if environment is not None else read_environment()
         if storage_uri is not None:
@@ -115,15 +103,14 @@ class TaggedCheckpoints:
         )  # fmt: skip
         self._resumption = Resumption(self._gang, self._steps.steps)
         is_open = sharing is Sharing.WHOEVER_OPENS and self._environment.world_size > 1
-        known: Attendance | None = before._attendance if before is not None else None
         ranks = range(self._environment.world_size) if sharing is not Sharing.THIS_RANK else [self._environment.rank]
         self._reports = Reports(
             self._gang, self._writer, self._link, rank=self._environment.rank, sharers=None if is_open else ranks
         )
-        self._attendance: Attendance | None = (
-            Attendance(
-                self._gang, self._told_sharers, self._told_given_up, on_look=self._reports.publish, before=known
-            ) if is_open else None
+        self._sharers: Sharers = Sharers(
+            sharing, self._gang, self._writer, self._branch, rank=self._environment.rank,
+            world_size=self._environment.world_size, on_look=self._reports.publish,
+            before=before._sharers if before is not None else None,
         )  # fmt: skip
         atexit.register(self._at_exit)
 
@@ -234,7 +221,7 @@ class TaggedCheckpoints:
             opening = Opening(
                 tag=tag, occurrence=occurrence, rank=rank, now=time.time(), wanted=step,
                 begins_after=branch_step, last_number=self._last_number,
-                opens_every_tag=self._sharing is Sharing.EVERY_RANK, drops=self._attendance is None,
+                opens_every_tag=self._sharing is Sharing.EVERY_RANK, drops=not self._sharers.are_found_out,
             )  # fmt: skip
             return open_tag(
                 book, opening, [] if self._persist_all else self._reports.hear(), on_busy=self._environment.on_busy,
@@ -242,19 +229,17 @@ class TaggedCheckpoints:
                 may_save=may_save,
             ).to_json()  # fmt: skip
 
-        agreed = TagBook.from_json(self._gang.update(BOOK, change)).find(tag, occurrence)
+        agreed = TagBook.from_json(self._gang.update(Topic.BOOK, change)).find(tag, occurrence)
         self._opened[tag] = occurrence  # an opening that failed is none
         if agreed is None:
             raise AssertionError(f"tag {tag!r} is not in the book that rank {rank} put it into")
-        if self._attendance is not None:
-            self._attendance.open(agreed)
+        self._sharers.opened(agreed)
         self._last_number = agreed.number
         return OpenTag(self, agreed)
 
     def note_put(self, agreed: TaggedStep) -> None:
         """Something is put into the step."""
-        if self._attendance is not None:
-            self._attendance.put(agreed)
+        self._sharers.put(agreed)
 
     def commit(self, agreed: TaggedStep, objects: Mapping[str, Any], put_seconds: float) -> Saved:
         """`OpenTag.commit`'s work; `put_seconds`: what it took to put the objects in."""
@@ -270,7 +255,7 @@ class TaggedCheckpoints:
             plan, header_tail, sources = self._planner.prepare(agreed.step)
             save = Save(
                 step=agreed.step, due=agreed.due, drop=agreed.drop, plan=plan, header_tail=header_tail,
-                sources=sources, began=began, tag=agreed.tag, sharers=self._sharers(),
+                sources=sources, began=began, tag=agreed.tag, sharers=self._sharers.said,
             )  # fmt: skip
             self._writer.write(save)
         except BaseException as error:
@@ -280,8 +265,8 @@ class TaggedCheckpoints:
             self._named.objects = {}
         if self._writer.has_failed(agreed.step):
             self.fail(agreed, "its share could not be stored")
-        elif self._attendance is not None:
-            self._attendance.commit(agreed)
+        else:
+            self._sharers.committed(agreed)
         self._reports.saved(agreed.step)
         if self._link is not None:
             self._link.progress(agreed.step, {})
@@ -300,8 +285,7 @@ class TaggedCheckpoints:
             raise CheckpointNotFound(f"rank {self._environment.rank} has saved no {tag!r}")
         saved = self._newest if tag is None else self._saves[tag]
         if saved is not None and saved.saved:
-            if self._attendance is not None:
-                self._attendance.wait(saved.step, _FLUSH_SECONDS)
+            self._sharers.wait(saved.step, _FLUSH_SECONDS)
             saved.wait(Tier.PERSISTENT)
 
     def settle(self, tag: str | None = None) -> None:
@@ -310,50 +294,9 @@ class TaggedCheckpoints:
         """
         self._settle_newest(tag, of_others=True)
 
-    def _told_sharers(self, step: int, sharers: RankSet) -> None:
-        if self._branch.is_done:
-            self._share(step, sharers)
-            return
-        # Another node's agent holds nothing back: it does not know of the step's commit before it knows whose it is.
-        late = threading.Thread(target=self._share_late, args=(step, sharers), name="stepfast-share", daemon=True)
-        self._shared_late = [*filter(threading.Thread.is_alive, self._shared_late), late]
-        late.start()
-
-    def _share_late(self, step: int, sharers: RankSet) -> None:
-        while not self._has_ended:
-            try:
-                self._branch.wait()
-            except StorageUnavailable as error:
-                log.warning("stepfast: step %s is not committed yet: %s", step, error)
-            except GangError:
-                return  # it is over
-            else:
-                self._share(step, sharers)
-                return
-
-    def _share(self, step: int, sharers: RankSet) -> None:
-        try:
-            self._writer.share(step, str(sharers))
-        except (StorageError, CheckpointError) as error:
-            log.error("stepfast: step %s is not committed: %s", step, error)
-
-    def _told_given_up(self, step: int, reason: str) -> None:
-        log.error("stepfast: step %s is given up by all ranks: %s", step, reason)
-        self._writer.give_up(step, reason)
-
     def fail(self, agreed: TaggedStep, reason: str) -> None:
         """No other rank waits for a step that this one cannot save its share of, where it is not every rank's."""
-        if self._attendance is not None:
-            with suppress(GangError):
-                self._attendance.fail(agreed, reason)
-            self._told_given_up(agreed.step, reason)
-
-    def _sharers(self) -> str:
-        if self._attendance is not None:
-            return UNKNOWN
-        if self._sharing is Sharing.EVERY_RANK or self._environment.world_size == 1:
-            return EVERY_RANK
-        return str(RankSet.of([self._environment.rank]))
+        self._sharers.failed(agreed, reason)
 
     # ------------------------------------------------------------ reading
 
@@ -410,7 +353,7 @@ class TaggedCheckpoints:
     def exchange(self, topic: str, text: str) -> list[str]:
         """Every rank's text, in the order of ranks. Every rank calls it. Raises GangError."""
         self._asked += 1
-        return self._gang.exchange(f"tags/{topic}/{self._asked}", text)
+        return self._gang.exchange(Topic.EXCHANGE.of(topic, self._asked), text)
 
     def load(self, step: int, name: str, map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
         """The object of that name as this rank saved it, or, when it did not, the first rank that has.
@@ -475,7 +418,7 @@ class TaggedCheckpoints:
                 return self._settlement.is_committed(agreed)
             return self._is_own_committed(agreed.tag, own)
         # A step that this rank may still share in is nothing that it could wait for.
-        is_past = of_others or (self._attendance is not None and self._attendance.is_past(agreed))
+        is_past = of_others or self._sharers.is_past(agreed)
         return is_past and self._settlement.is_committed(agreed)
 
     def _is_own_committed(self, tag: str, saved: Saved) -> bool:
@@ -491,7 +434,7 @@ class TaggedCheckpoints:
 
     def _has_opened(self) -> bool:
         """Whether the run has opened a tag."""
-        return self._gang.hear([BOOK]) is not None
+        return self._gang.hear([Topic.BOOK]) is not None
 
     def _set_aside(self, error: CheckpointDamaged) -> CheckpointDamaged:
         """The error, with the step that can be read instead; what is damaged is not found again."""
@@ -514,9 +457,8 @@ class TaggedCheckpoints:
             return
         began = time.monotonic()
         try:
-            if self._attendance is not None:
-                self._attendance.close(min(timeout_seconds, LAST_SECONDS), is_silent=goes_on)
-                timeout_seconds = max(0.0, timeout_seconds - (time.monotonic() - began))
+            self._sharers.settle(timeout_seconds, is_silent=goes_on)
+            timeout_seconds = max(0.0, timeout_seconds - (time.monotonic() - began))
             if self._newest is not None and self._newest.saved:
                 self._newest.wait(Tier.PERSISTENT, timeout_seconds)
         finally:
@@ -529,12 +471,8 @@ class TaggedCheckpoints:
         give_up(self._run_key, self)
         atexit.unregister(self._at_exit)
         self._steps.close()
-        if self._attendance is not None:
-            self._attendance.close(is_silent=hasattr(sys, "last_value"))
-        deadline = time.monotonic() + LAST_SECONDS
-        for late in self._shared_late:  # what was saved last is nobody's until it is said whose it is
-            late.join(max(0.0, deadline - time.monotonic()))
-        self._has_ended = True
+        self._sharers.settle(LAST_SECONDS, is_silent=hasattr(sys, "last_value"))
+        self._sharers.end()
         self._reports.end()
         self._writer.close()
 
