@@ -2,68 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BEGIN = """
-import json, os, sys
-import torch, deepspeed
-from stepfast.integrations.deepspeed import initialize
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-deepspeed.init_distributed("gloo")
-rank = torch.distributed.get_rank()
-
-def make(weight, **nebula):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    torch.nn.init.constant_(model.weight, weight)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "nebula": nebula,
-    }
-    return initialize(model=model, config=config, model_parameters=model.parameters())[0]
-
-def weight(engine):
-    return engine.module.weight[0, 0].item()
-
-def steps():
-    return [found.tag for found in engine.checkpoint_engine.checkpoints.steps()]
-
-def end(found):
-    engine.checkpoint_engine.cleanup()
-    if rank == 0:
-        print("FOUND", json.dumps(found))
-    torch.distributed.destroy_process_group()
-"""
-
-
-def found(folder: Path, script: str) -> Any:
-    """What a training on one rank, without an agent, ends with."""
-    (folder / "train.py").write_text(BEGIN + script)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, env={**environment, **alone}, text=True, capture_output=True,
-        timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    return json.loads(line.removeprefix("FOUND "))
-
+from smallengines import BEGIN, found, save_by_deepspeed
 
 TWO = """
-def pair():
-    return make(1.0, num_of_version_in_retention=2), make(2.0, num_of_version_in_retention=2)
-
-engine, other = pair()
+engine, other = make(1.0, num_of_version_in_retention=2), make(2.0, num_of_version_in_retention=2)
 """
 
 SAVED = """
@@ -162,10 +110,8 @@ end(steps())
 
 
 RATES = """
-def pair():
-    return make(1.0, num_of_version_in_retention=2), make(2.0, num_of_version_in_retention=2)
-often, seldom = pair()
-engine = often
+often = engine = make(1.0, num_of_version_in_retention=2)
+seldom = make(2.0, num_of_version_in_retention=2)
 seldom.save_checkpoint("seldom", tag="epoch1")
 for step in range(1, 6):
     often.save_checkpoint("often", tag=f"global_step{step}")
@@ -181,14 +127,7 @@ def test_of_several_engines_each_folder_keeps_its_newest(tmp_path: Path) -> None
 
 
 def test_real_files_in_the_folder_that_was_asked_for_go_before_another_folders_step(tmp_path: Path) -> None:
-    found(
-        tmp_path,
-        """
-engine = make(7.0, enabled=False)
-engine.save_checkpoint("pretrained", tag="global_step3")
-print("FOUND null"); sys.exit()
-""",
-    )
+    save_by_deepspeed(tmp_path, "pretrained", "global_step3")
     found(
         tmp_path,
         """
@@ -210,14 +149,7 @@ end(weight(engine))
 
 def test_loading_a_folder_of_real_files_leaves_it_as_it_is(tmp_path: Path) -> None:
     """In the first attempt as in those after it."""
-    found(
-        tmp_path,
-        """
-engine = make(7.0, enabled=False)
-engine.save_checkpoint("pretrained", tag="base")
-print("FOUND null"); sys.exit()
-""",
-    )
+    save_by_deepspeed(tmp_path, "pretrained", "base")
     script = """
 engine = make(0.0)
 before = sorted(str(p) for p in __import__("pathlib").Path("pretrained").rglob("*"))
@@ -231,14 +163,7 @@ end([loaded, before == sorted(str(p) for p in __import__("pathlib").Path("pretra
 
 
 def test_real_files_under_a_tag_that_is_saved_anew_are_emptied(tmp_path: Path) -> None:
-    found(
-        tmp_path,
-        """
-engine = make(7.0, enabled=False)
-engine.save_checkpoint("checkpoints", tag="global_step3")
-print("FOUND null"); sys.exit()
-""",
-    )
+    save_by_deepspeed(tmp_path, "checkpoints", "global_step3")
     size = found(
         tmp_path,
         """

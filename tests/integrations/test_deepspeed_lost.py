@@ -8,37 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BEGIN = """
-import json, os, sys
-import torch, deepspeed
-from stepfast.integrations.deepspeed import initialize
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-deepspeed.init_distributed("gloo")
-rank = torch.distributed.get_rank()
-
-def make(weight, **nebula):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    torch.nn.init.constant_(model.weight, weight)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "nebula": nebula,
-    }
-    return initialize(model=model, config=config, model_parameters=model.parameters())[0]
-
-def weight(engine):
-    return engine.module.weight[0, 0].item()
-
-def steps():
-    return [found.tag for found in engine.checkpoint_engine.checkpoints.steps()]
-
-def end(found):
-    engine.checkpoint_engine.cleanup()
-    if rank == 0:
-        print("FOUND", json.dumps(found))
-    torch.distributed.destroy_process_group()
-"""
+from smallengines import BEGIN
 
 KILLED = (
     BEGIN
