@@ -249,6 +249,78 @@ def test_nothing_saved_is_nothing_loaded(tmp_path: Path) -> None:
     assert "(None, None)" in output.splitlines(), output
 
 
+CONFIGURED = """
+import argparse, base64
+
+def write(name, block):
+    text = json.dumps({"train_micro_batch_size_per_gpu": 3, "nebula": block})
+    open(name, "w").write("# samples\\n" + text)
+    return name, base64.urlsafe_b64encode(text.encode()).decode()
+
+def engine_of(*arguments, **more):
+    return initialize(*arguments, **more, model=nn.Linear(2, 2))[0]
+
+def by_position(config):
+    return initialize(None, nn.Linear(2, 2), None, None, None, None, 29500, None, None, None, config)[0]
+
+for block in ({"enabled": True}, {"enabled": False}):
+    path, text = write("ds.json", block)
+    for way, engine in (
+        ("position", by_position(path)), ("base64", engine_of(config=text)),
+        ("config_params", engine_of(config_params=path)),
+        *((f"arguments {given[:4]}", engine_of(argparse.Namespace(deepspeed_config=given))) for given in (path, text)),
+    ):
+        print(way, engine.train_micro_batch_size_per_gpu(), type(engine.checkpoint_engine).__name__)
+arguments = argparse.Namespace(deepspeed_config=path)
+engine_of(arguments)
+assert arguments.deepspeed_config == path
+open("twice.json", "w").write('{"train_batch_size": 4, "train_batch_size": 8}')
+for given in ("twice.json", "nowhere.json"):
+    try:
+        engine_of(argparse.Namespace(deepspeed_config=given))
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_configuration_is_taken_wherever_deepspeed_takes_it(tmp_path: Path) -> None:
+    told = in_one_process(CONFIGURED, tmp_path)
+    for way in ("position", "base64", "config_params", "arguments ds.j", "arguments eyJ0"):
+        for engine in ("StepfastCheckpointEngine", "TorchCheckpointEngine"):
+            assert f"{way} 3 {engine}" in told.splitlines(), told[-3000:]
+    assert "SpecError: config: 'twice.json' cannot be read: Duplicate keys" in told, told[-3000:]
+    assert "SpecError: config: 'nowhere.json' cannot be read: Expected a string path" in told
+
+
+def test_optimizer_on_nvme_is_refused_before_deepspeed_makes_files_there(tmp_path: Path) -> None:
+    offload = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}}
+    output = in_one_process(f"make({{'zero_optimization': {offload}}}, 1)", tmp_path)
+    assert "StateUnsupported: offload_optimizer to NVMe: " in output, output
+    assert "offload to the CPU, or keep DeepSpeed's checkpoints" in output
+    assert not (tmp_path / "nvme").exists()
+
+
+HEARTBEAT = """
+batches = ((torch.ones(4, 16), torch.zeros(4, 4)) for _ in range(100))
+if sys.argv[1] == "pipeline":
+    layers = deepspeed.pipe.PipelineModule([nn.Linear(16, 8), nn.Linear(8, 4)], 1, loss_fn=nn.functional.mse_loss)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+              "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    engine, *_ = initialize(model=layers, model_parameters=layers.parameters(), config=config)
+    for _ in range(5):
+        engine.train_batch(batches)
+else:
+    train(make({"gradient_accumulation_steps": 2}, 1), 1, 5)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kind", ["plain", "pipeline"])
+def test_each_step_of_the_optimizer_is_a_heartbeat(runs: Any, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "train.py").write_text(MODEL + HEARTBEAT)
+    assert runs.run("train.py", kind)["trainerStatus"]["globalStep"] == 5
+
+
 @pytest.mark.parametrize(
     ("block", "said"),
     [("7", "config.nebula"), ("{'persistent_path': '/x'}", "config.nebula.persistent_path"),

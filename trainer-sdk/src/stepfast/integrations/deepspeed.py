@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise missing("deepspeed", error) from error
 
-from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine, replaced
+from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine, check_offload, replaced
 
 _IN_ARGUMENTS = ("deepspeed_config", "deepscale_config")
 _NEBULA_KEYS = {
@@ -40,13 +40,14 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
     The configuration may have a `nebula` block: `persistent_storage_path` (where there is no launcher that names the
     job's storage), `persistent_time_interval` in seconds, `num_of_version_in_retention`; with `enabled: false` the
-    engine's checkpoints stay DeepSpeed's own. Every rank calls it. Raises SpecError.
+    engine's checkpoints stay DeepSpeed's own. Every rank calls it. Raises SpecError, StateUnsupported.
     """
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
-    with _configuration(given) as block:
-        settings = settings_of(block)
+    with _configuration(given) as configuration:
+        settings = settings_of(configuration.pop("nebula", None))
         if settings is None:
             return deepspeed.initialize(**given)
+        check_offload(configuration)
         made = StepfastCheckpointEngine(settings)
         with replaced("create_checkpoint_engine", lambda *_, **__: made):
             result = deepspeed.initialize(**given)
@@ -55,24 +56,24 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _configuration(given: dict[str, Any]) -> Iterator[Any]:
-    """Takes the `nebula` block out of the configuration, wherever it is given, and returns it."""
+def _configuration(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Reads the configuration, wherever it is given: DeepSpeed takes what is left of it."""
     for name in ("config", "config_params"):
         if given.get(name) is not None:
             given[name] = _read(given[name])
-            yield given[name].pop("nebula", None)
+            yield given[name]
             return
     script = given.get("args")
     name = next((name for name in _IN_ARGUMENTS if getattr(script, name, None) is not None), "")
     if not name:
-        yield None  # DeepSpeed says that there is none
+        yield {}  # DeepSpeed says that there is none
         return
     path = getattr(script, name)
     given["config"] = _read(path)
     # DeepSpeed takes one of both; the caller's arguments are to say the same afterwards.
     setattr(script, name, None)
     try:
-        yield given["config"].pop("nebula", None)
+        yield given["config"]
     finally:
         setattr(script, name, path)
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,10 @@ except ImportError as error:
     raise missing("deepspeed", error) from error
 
 RNG = "stepfast.rng"  # beside DeepSpeed's own files: the random generators of the rank
+_ON_NVME = (
+    "offload_optimizer to NVMe: DeepSpeed leaves its swap files on this node's disk, where nothing persists them: "
+    'offload to the CPU, or keep DeepSpeed\'s checkpoints by "nebula": {"enabled": false}'
+)
 
 _engines = Engines()
 _replacing = threading.RLock()  # what loads may load something else
@@ -53,6 +57,14 @@ def replaced(name: str, ours: Any) -> Iterator[None]:
             yield
         finally:
             setattr(module, name, theirs)
+
+
+def check_offload(configuration: Mapping[str, Any]) -> None:
+    """Before DeepSpeed builds what an optimizer on NVMe needs. Raises StateUnsupported."""
+    zero = configuration.get("zero_optimization")
+    offload = zero.get("offload_optimizer") if isinstance(zero, Mapping) and zero.get("stage") == 3 else None
+    if isinstance(offload, Mapping) and offload.get("device") == "nvme":
+        raise StateUnsupported(_ON_NVME)
 
 
 class StepfastCheckpointEngine(CheckpointEngine):
@@ -87,11 +99,8 @@ class StepfastCheckpointEngine(CheckpointEngine):
         """Takes the place of what DeepSpeed's engine, which was made with this one, does by itself. Raises SpecError,
         StateUnsupported.
         """
-        if engine.zero_nvme_offload_optimizer():
-            raise StateUnsupported(
-                "offload_optimizer to NVMe: DeepSpeed leaves its swap files on this node's disk, where nothing "
-                'persists them: offload to the CPU, or keep DeepSpeed\'s checkpoints by "nebula": {"enabled": false}'
-            )
+        if engine.zero_nvme_offload_optimizer():  # however the configuration has said it
+            raise StateUnsupported(_ON_NVME)
         self._number = _engines.add(self._settings)
         for name, wrap in (
             ("load_checkpoint", self._loads), ("save_checkpoint", self._saves),
@@ -266,4 +275,4 @@ class StepfastCheckpointEngine(CheckpointEngine):
         _engines.finish()
 
 
-__all__ = ["StepfastCheckpointEngine", "replaced"]
+__all__ = ["StepfastCheckpointEngine", "check_offload", "replaced"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from stepfast.errors import StateUnsupported
 from stepfast.integrations.deepspeed import settings_of
-from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine, replaced
+from stepfast.integrations.deepspeedengine import StepfastCheckpointEngine, check_offload, replaced
 from stepfast.integrations.deepspeedtags import folder_of, tag_in
 from stepfast.integrations.lightningio import StepfastCheckpointIO, marks_of, step_of
 from stepfast.integrations.lightningnames import DeepSpeedStrategy
@@ -27,8 +27,9 @@ class StepfastDeepSpeedStrategy(DeepSpeedStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        block = self.config.pop("nebula", None) if isinstance(self.config, dict) else None
-        self.checkpoint_io = _FolderIO(every_rank=True, settings=settings_of(block))
+        configuration = self.config if isinstance(self.config, dict) else {}
+        self.checkpoint_io = _FolderIO(every_rank=True, settings=settings_of(configuration.pop("nebula", None)))
+        check_offload(configuration)
         self._engine: Any = None
 
     def init_deepspeed(self) -> None:
