@@ -269,6 +269,7 @@ for block in ({"enabled": True}, {"enabled": False}):
         ("position", by_position(path)), ("base64", engine_of(config=text)),
         ("config_params", engine_of(config_params=path)),
         *((f"arguments {given[:4]}", engine_of(argparse.Namespace(deepspeed_config=given))) for given in (path, text)),
+        ("old name", engine_of(argparse.Namespace(deepscale_config=path))),
     ):
         print(way, engine.train_micro_batch_size_per_gpu(), type(engine.checkpoint_engine).__name__)
 arguments = argparse.Namespace(deepspeed_config=path)
@@ -276,20 +277,22 @@ engine_of(arguments)
 assert arguments.deepspeed_config == path
 open("twice.json", "w").write('{"train_batch_size": 4, "train_batch_size": 8}')
 for given in ("twice.json", "nowhere.json"):
-    try:
-        engine_of(argparse.Namespace(deepspeed_config=given))
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}")
+    for of in (initialize, deepspeed.initialize):
+        try:
+            of(argparse.Namespace(deepspeed_config=given), nn.Linear(2, 2))
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
 """
 
 
 def test_configuration_is_taken_wherever_deepspeed_takes_it(tmp_path: Path) -> None:
     told = in_one_process(CONFIGURED, tmp_path)
-    for way in ("position", "base64", "config_params", "arguments ds.j", "arguments eyJ0"):
+    for way in ("position", "base64", "config_params", "arguments ds.j", "arguments eyJ0", "old name"):
         for engine in ("StepfastCheckpointEngine", "TorchCheckpointEngine"):
             assert f"{way} 3 {engine}" in told.splitlines(), told[-3000:]
-    assert "SpecError: config: 'twice.json' cannot be read: Duplicate keys" in told, told[-3000:]
-    assert "SpecError: config: 'nowhere.json' cannot be read: Expected a string path" in told
+    for path, said in (("twice.json", "Duplicate keys"), ("nowhere.json", "Expected a string path")):
+        assert f"SpecError: config: '{path}' cannot be read: {said}" in told, told[-3000:]
+        assert f"ValueError: {said}" in told  # DeepSpeed's own
 
 
 def test_optimizer_on_nvme_is_refused_before_deepspeed_makes_files_there(tmp_path: Path) -> None:
