@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +90,17 @@ def test_killed_training_goes_on_bit_for_bit_on_an_empty_disk(runs: Any, tmp_pat
         assert other["losses"] == {str(step): one["losses"][str(step)] for step in range(12, 24)}
     assert runs.committed("undisturbed") == [18, 24]
     assert runs.committed("disturbed") == [12, 18, 24]  # ModelCheckpoint never removes what its Trainer went on from
+
+
+ON_NVME = """
+from stepfast.integrations.lightningdeepspeed import StepfastDeepSpeedStrategy
+StepfastDeepSpeedStrategy(stage=3, offload_optimizer=True, offload_optimizer_device="nvme")
+"""
+
+
+def test_optimizer_on_nvme_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ON_NVME], cwd=tmp_path, env={**os.environ, "DS_ACCELERATOR": "cpu"}, text=True,
+        capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "StateUnsupported: offload_optimizer to NVMe: " in done.stderr
