@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from smallengines import BEGIN
+from stepfast.storage import open_store
 
 KILLED = (
     BEGIN
@@ -39,9 +44,9 @@ def test_a_job_killed_within_its_first_save_begins_anew(runs: Any) -> None:
     assert runs.finish(process) == 0, runs.log[-3000:]
 
 
-def trained(folder: Path, ranks: int, what: str) -> subprocess.CompletedProcess[str]:
+def trained(folder: Path, ranks: int, *what: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py", what]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py", *what]
     return subprocess.run(
         [sys.executable, *command], cwd=folder, env={**environment, "STEPFAST_JOB": "local/x"}, text=True,
         capture_output=True, timeout=120, check=False,
@@ -52,12 +57,13 @@ REFUSED = (
     BEGIN
     + """
 from stepfast.errors import StateUnsupported
+changes = json.loads(sys.argv[2])
 def special(value):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(model.weight, value)
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}},
-              "zero_optimization": {"stage": 1, "round_robin_gradients": True}}
+              **changes}
     return initialize(model=model, config=config, model_parameters=model.parameters())[0]
 if sys.argv[1] == "save":
     engine = special(5.0)
@@ -68,18 +74,32 @@ else:
     try:
         engine.load_checkpoint("checkpoints")
     except StateUnsupported as error:
-        print("FOUND", json.dumps([weight(engine), engine.global_steps]), flush=True)
+        print("FOUND", json.dumps([weight(engine), engine.global_steps, str(error)]), flush=True)
 engine.checkpoint_engine.cleanup()
 """
 )
 
 
-def test_a_refused_load_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        pytest.param(
+            {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "a state with round_robin_gradients",
+            id="round robin",
+        ),
+        pytest.param(
+            {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            "the state of a BF16_Optimizer", id="bf16 with gradients in fp32",
+        ),
+    ],
+)  # fmt: skip
+def test_a_refused_load_leaves_the_engine_as_it_was(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     (tmp_path / "train.py").write_text(REFUSED)
-    saved = trained(tmp_path, 2, "save")
+    saved = trained(tmp_path, 2, "save", json.dumps(changes))
     assert saved.returncode == 0, saved.stderr[-2000:]
-    loaded = trained(tmp_path, 1, "load")
-    assert "FOUND [1.0, 0]" in loaded.stdout, loaded.stdout + loaded.stderr[-2000:]
+    loaded = trained(tmp_path, 1, "load", json.dumps(changes))
+    refused = json.dumps([1.0, 0, f"{said} is loaded on as many ranks as have saved it"])
+    assert f"FOUND {refused}" in loaded.stdout, loaded.stdout + loaded.stderr[-2000:]
 
 
 LATE = (
@@ -116,3 +136,59 @@ def test_ranks_that_see_different_steps_load_the_one_that_rank_0_sees(tmp_path: 
     assert "FOUND 0 1.0" in agreed
     assert "FOUND 1 1.0" in agreed
     assert "rank 1 does not see step 2, which rank 0 loads" in trained(tmp_path, 2, "late1").stdout
+
+
+BUSY = (
+    BEGIN
+    + """
+from pathlib import Path
+engine, job = make(1.0, persistent_time_interval=0), Path(sys.argv[1])
+
+def save(step):
+    folder = Path(f"checkpoints/global_step{step}")
+    folder.mkdir(parents=True)
+    (folder / "mp_rank_00_model_states.pt").write_bytes(b"as it was")
+    before = files()
+    # With 4 MiB the agent has memory for two of them.
+    saved = engine.save_checkpoint("checkpoints", f"global_step{step}", {"big": torch.zeros(1 << 20)})
+    return saved, files() == before
+
+def files():
+    paths = [path for path in Path("checkpoints").rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+outcomes = [save(1)]
+engine.checkpoint_engine.saved.wait()
+job.rename("aside")
+job.write_bytes(b"")  # nothing can be persisted
+while outcomes[-1][0] and len(outcomes) < 9:
+    outcomes.append(save(len(outcomes) + 1))
+latest = Path("checkpoints/latest").read_text()
+job.unlink()
+Path("aside").rename(job)
+end([outcomes, latest])
+"""
+)
+
+
+def test_where_memory_is_exhausted_and_the_job_skips_nothing_is_touched(
+    start_node: Any, bench: Any, tmp_path: Path
+) -> None:
+    node = start_node((tmp_path / "storage").as_uri(), memory_limit=10 << 20)
+    (tmp_path / "train.py").write_text(BUSY)
+    environment = {
+        **node.rank_environment(), "STEPFAST_SETTINGS": '{"onBusy": "Skip", "maxToKeep": 0}', "RANK": "0",
+        "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "train.py", str(tmp_path / "storage" / str(bench.JOB))], cwd=tmp_path, env=environment,
+        text=True, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    outcomes, latest = json.loads(line.removeprefix("FOUND "))
+    saved = list(range(1, len(outcomes)))
+    assert outcomes == [[True, False]] * len(saved) + [[False, True]]
+    assert latest == f"global_step{saved[-1]}"
+    with closing(open_store(node.storage_uri)) as store:
+        bench.eventually(lambda: bench.committed(store) == saved, "what was saved is committed")
