@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 # All modes in one process, one after the other; a step's batch is the same, however many ranks it is divided among.
 TRAINING = """
@@ -23,7 +25,13 @@ deepspeed.init_distributed("gloo")
 rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 out, until, modes = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 
+def hashed(item):
+    return hashlib.sha256(item.detach().float().flatten().cpu().numpy().tobytes()).hexdigest()[:8]
+
 def digest(engine):
+    if not engine.zero_optimization():  # each rank has all of it
+        leaves = torch.utils._pytree.tree_leaves([engine.optimizer.state_dict(), list(engine.module.parameters())])
+        return [hashed(leaf) for leaf in leaves if torch.is_tensor(leaf)]
     # Every rank takes part: the whole of what is divided.
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         # DeepSpeed links all groups' states when the first group is stepped, before the others have any.
@@ -33,7 +41,7 @@ def digest(engine):
     for parameter in engine.module.parameters():
         whole = [safe_get_full_fp32_param(parameter)]
         whole += [safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")]
-        digests += [hashlib.sha256(item.flatten().cpu().numpy().tobytes()).hexdigest()[:8] for item in whole]
+        digests += map(hashed, whole)
     return digests
 
 def begin(mode, changes):
@@ -84,6 +92,7 @@ torch.distributed.destroy_process_group()
 
 MODES: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in (1, 2, 3)},
+    "zero0-bf16": {"bf16": {"enabled": True}},
     "zero2-bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
     "zero3-bf16": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
     "zero3-offload": {
@@ -141,3 +150,45 @@ def test_every_bit_of_the_state_is_there_on_another_number_of_ranks(moved: Moved
 def test_losses_are_those_of_a_training_that_was_never_moved(moved: Moved, mode: str) -> None:
     losses = {step: loss for part in moved.parts for step, loss in part[mode]["losses"].items()}
     assert losses == pytest.approx(moved.whole[mode]["losses"], rel=0, abs=1e-6)
+
+
+OWN = """
+import json, sys
+import torch, deepspeed
+from stepfast.integrations.deepspeed import initialize
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed("gloo")
+rank = torch.distributed.get_rank()
+model = torch.nn.Linear(5, 3)
+model.register_buffer("own", torch.tensor(0.0))
+config = {
+    "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    "zero_optimization": {"stage": 3},
+}
+engine, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
+if sys.argv[1] == "save":
+    model.own.fill_(10 + rank)
+    torch.manual_seed(100 + rank)
+    engine.save_checkpoint("checkpoints")
+else:
+    torch.manual_seed(200 + rank)
+    engine.load_checkpoint("checkpoints")
+with open(f"{sys.argv[1]}.{rank}", "w") as file:
+    json.dump([model.own.item(), torch.rand(1).item()], file)
+engine.checkpoint_engine.cleanup()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_rank_that_was_not_there_before_has_the_buffers_of_rank_0_and_generators_of_its_own(
+    runs: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(OWN)
+    runs.run("--nproc-per-node", "2", "train.py", "save")
+    runs.run("--nproc-per-node", "3", "train.py", "load")
+    saved = [json.loads((tmp_path / f"save.{rank}").read_text()) for rank in range(2)]
+    drawn = torch.rand(1, generator=torch.Generator().manual_seed(202)).item()
+    assert [buffer for buffer, _ in saved] == [10, 11]
+    loaded = [json.loads((tmp_path / f"load.{rank}").read_text()) for rank in range(3)]
+    assert loaded == [*saved, [10, drawn]]
