@@ -413,6 +413,43 @@ def test_shards_of_weights_alone_are_nothing_to_go_on_from(tmp_path: Path) -> No
     assert "step 4 generators True" in told
 
 
+# What Lightning's own strategy has saved: a folder of shards, and a file.
+LIGHTNINGS_OWN = """
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+class Divided(BoringModel):
+    def configure_model(self):
+        torch.distributed.fsdp.fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(64, 32, generator=torch.Generator().manual_seed(3)))
+
+def fit(kind, steps, path=None, **how):
+    strategy = kind(data_parallel_size=1, tensor_parallel_size=1, **how)
+    trainer, model = make(strategy=strategy, max_steps=steps, enable_checkpointing=False), Divided()
+    trainer.fit(model, ckpt_path=path, weights_only=False)
+    return trainer, model.layer.weight.full_tensor()
+
+for name, is_file in (("folder.ckpt", False), ("file.ckpt", True)):
+    how = {"save_distributed_checkpoint": not is_file}
+    fit(ModelParallelStrategy, 2, **how)[0].save_checkpoint(name)
+    assert os.path.isfile(name) is is_file
+    _, theirs = fit(ModelParallelStrategy, 4, name, **how)
+    trainer, ours = fit(StepfastModelParallelStrategy, 4, name)
+    print(name, "step", trainer.global_step, "the same", torch.equal(theirs, ours))
+    trainer.save_checkpoint(name)
+    print("latest", trainer.strategy.checkpoint_io.latest_checkpoint())
+"""
+
+
+def test_sharded_strategy_goes_on_from_what_lightnings_own_has_saved(tmp_path: Path) -> None:
+    told = alone(tmp_path, LIGHTNINGS_OWN)
+    for name in ("folder.ckpt", "file.ckpt"):
+        assert f"{name} step 4 the same True" in told
+        assert f"latest {name}" in told
+
+
 RUNNING_CODE = """
 class Evil:
     def __reduce__(self):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-TRAINING = """
+BEGIN = """
 import json, os, shutil, signal, sys, warnings
 warnings.filterwarnings("ignore")
 import deepspeed
@@ -64,6 +64,11 @@ strategy = OnCpu(config={
     "train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
     "zero_optimization": {"stage": stage}, "nebula": {"enabled": True, "persistent_time_interval": 1},
 })
+"""
+
+TRAINING = (
+    BEGIN
+    + """
 trainer = Trainer(
     accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=4, logger=False, enable_progress_bar=False,
     enable_model_summary=False, callbacks=[
@@ -76,6 +81,7 @@ trainer.fit(model, data, ckpt_path=strategy.checkpoint_io.latest_checkpoint(), w
 with open(f"{out}.{trainer.global_rank}", "w") as file:
     json.dump({"losses": model.losses, "folders": sorted(os.listdir(out))}, file)
 """
+)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -104,3 +110,27 @@ def test_optimizer_on_nvme_is_refused(tmp_path: Path) -> None:
         capture_output=True, timeout=120, check=False,
     )  # fmt: skip
     assert "StateUnsupported: offload_optimizer to NVMe: " in done.stderr
+
+
+WEIGHTS_ALONE = (
+    BEGIN
+    + """
+trainer = Trainer(
+    accelerator="cpu", devices=ranks, strategy=strategy, max_steps=3, logger=False, enable_progress_bar=False,
+    enable_model_summary=False, callbacks=[
+        ModelCheckpoint("full", every_n_train_steps=2),
+        ModelCheckpoint("weights", every_n_train_steps=3, save_weights_only=True),
+    ],
+)
+trainer.fit(Model(), data)
+io = strategy.checkpoint_io
+print("latest", io.latest_checkpoint(), "of weights", io.latest_checkpoint("weights"), flush=True)
+"""
+)
+
+
+def test_weights_alone_are_nothing_to_go_on_from(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WEIGHTS_ALONE)
+    runs.run("train.py", "1", "0", "out", DS_ACCELERATOR="cpu")
+    assert runs.committed() == [2, 3]
+    assert "latest full/epoch=0-step=2.ckpt of weights None" in runs.log, runs.log[-3000:]
