@@ -290,3 +290,64 @@ def test_example_is_killed_and_goes_on(runs: Any) -> None:
     summary = runs.run("--nproc-per-node", "2", str(EXAMPLE), "--crash-at-step", "45")
     assert (summary["state"], summary["restarts"], summary["checkpoint"]["restoredStep"]) == ("Complete", 1, 40)
     assert "80 batches, loss" in runs.log
+
+
+# Nothing but the end of the job has a state saved behind the fifth step.
+STOPPED = """
+import sys, torch
+from stepfast.integrations.accelerate import StepfastAccelerator
+
+accelerator = StepfastAccelerator(cpu=True)
+model = torch.nn.Linear(4, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+if accelerator.latest_checkpoint() is not None:
+    accelerator.load_state()
+for step in range(1, int(sys.argv[1]) + 1):
+    accelerator.backward(model(torch.rand(3, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    if accelerator.is_last_step() or step == 5:
+        accelerator.save_state("state")
+accelerator.end_training()
+"""
+
+
+def test_a_job_that_is_to_be_stopped_saves_its_last_step_and_goes_on_from_it(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STOPPED)
+    arguments = ["--nproc-per-node", "2", "train.py"]
+    process = runs.start(*arguments, "1000000000")
+    runs.wait_for(lambda: runs.committed() == [5], process)
+    process.send_signal(signal.SIGINT)
+    assert runs.finish(process) == 130
+    last = runs.summary["checkpoint"]["latestPersistedStep"]
+    assert last == runs.summary["trainerStatus"]["globalStep"] > 5, "steps that were trained were not saved"
+    assert runs.run(*arguments, "1")["checkpoint"]["restoredStep"] == last
+
+
+# What makes a training one of these wants a GPU, or a package.
+REFUSED = """
+from accelerate.utils import DistributedType
+from stepfast.errors import StateUnsupported
+from stepfast.integrations.accelerate import StepfastAccelerator
+
+accelerator = StepfastAccelerator(cpu=True)
+for kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
+    accelerator.state.distributed_type = DistributedType(kind)
+    for action in (accelerator.save_state, accelerator.load_state):
+        try:
+            action("state")
+        except StateUnsupported as error:
+            print(f"{kind}: {error}")
+"""
+
+
+def test_training_whose_state_is_not_saved_is_refused_and_what_to_use_instead_is_said(tmp_path: Path) -> None:
+    done = attempt(tmp_path, REFUSED, 1)
+    for kind, instead in (
+        ("DEEPSPEED", "with DeepSpeed: train with stepfast.integrations.deepspeed.initialize"),
+        ("FSDP", "with FSDP: save its shards with stepfast.torch.dcp"),
+        ("MEGATRON_LM", "with Megatron-LM: save with Accelerate's own Accelerator"),
+        ("XLA", "on XLA: save with Accelerate's own Accelerator"),
+    ):
+        told = [line for line in done.stdout.splitlines() if line.startswith(f"{kind}: ")]
+        assert told == [f"{kind}: StepfastAccelerator saves no training {instead}"] * 2, done.stdout + done.stderr

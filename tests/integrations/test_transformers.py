@@ -324,3 +324,50 @@ def test_a_job_that_is_to_be_stopped_saves_its_last_step_and_goes_on_from_it(run
     assert last == stopped["trainerStatus"]["globalStep"], "steps that were trained were not saved"
     again = runs.run(*arguments, str(last + 10))
     assert again["checkpoint"]["restoredStep"] == last
+
+
+# The plain Trainer, with our callback beside it.
+BESIDE = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from stepfast.integrations.transformers import StepfastCallback
+
+data = [{"input_ids": row, "labels": row} for row in torch.randint(32, (24, 8))]
+config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+args = TrainingArguments(
+    output_dir="out", use_cpu=True, per_device_train_batch_size=4, max_steps=4, save_steps=2, logging_steps=1,
+    report_to=[], disable_tqdm=True,
+)
+Trainer(model=GPT2LMHeadModel(config), args=args, train_dataset=data, callbacks=[StepfastCallback()]).train()
+"""
+
+
+def test_callback_alone_tells_of_steps_and_logs_and_leaves_saves_to_trainer(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BESIDE)
+    told = runs.run("train.py")["trainerStatus"]
+    assert told["globalStep"] == 4
+    assert {"loss", "learning_rate"} <= {metric["name"] for metric in told["metrics"]}
+    assert runs.committed() == []
+    assert sorted(path.parent.name for path in tmp_path.glob("out/*/optimizer.pt")) == ["checkpoint-2", "checkpoint-4"]
+
+
+PUSHED = """
+from launches import *
+MyTrainer.init_hf_repo = MyTrainer.push_to_hub = lambda *_, **__: None  # no hub is asked
+for strategy in ("end", "every_save", "checkpoint", "all_checkpoints"):
+    trainer = make(strategy, 1, push_to_hub=True, hub_strategy=strategy)
+    try:
+        trainer.train()
+    except Exception as error:
+        print(f"{strategy}: {type(error).__name__}: {error}")
+    print(f"{strategy}: {trainer.batches} batches")
+"""
+
+
+def test_checkpoints_that_would_be_pushed_as_they_are_saved_are_refused(tmp_path: Path) -> None:
+    told = launch(tmp_path, PUSHED).splitlines()
+    assert "end: 1 batches" in told
+    for strategy in ("every_save", "checkpoint", "all_checkpoints"):
+        refused = 'StepfastTrainerMixin saves no training that is pushed as it is saved: hub_strategy="end" is not'
+        assert f"{strategy}: StateUnsupported: {refused}" in told, told
+        assert f"{strategy}: 0 batches" in told, told

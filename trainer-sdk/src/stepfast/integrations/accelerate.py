@@ -54,7 +54,9 @@ _CUSTOM = "custom_checkpoint_"
 _AUTOMATIC = "checkpoint_"
 _UNSUPPORTED = {
     "DEEPSPEED": "with DeepSpeed: train with stepfast.integrations.deepspeed.initialize",
-    "FSDP": "with FSDP", "MEGATRON_LM": "with Megatron-LM", "XLA": "on XLA",
+    "FSDP": "with FSDP: save its shards with stepfast.torch.dcp",
+    "MEGATRON_LM": "with Megatron-LM: save with Accelerate's own Accelerator",
+    "XLA": "on XLA: save with Accelerate's own Accelerator",
 }  # fmt: skip
 _swapping = threading.Lock()
 

@@ -100,9 +100,12 @@ class StepfastTrainerMixin(Trainer):
     def _check_supported(self) -> None:
         for is_on, what in (
             (self.is_deepspeed_enabled, "with DeepSpeed: train with stepfast.integrations.deepspeed.initialize"),
-            (self.is_fsdp_enabled, "with FSDP"),
+            (self.is_fsdp_enabled, "with FSDP: save its shards with stepfast.torch.dcp"),
             (getattr(self, "is_distributed_loading_by_transformers", False), "of a model that is sharded as it loads"),
-            (self.args.push_to_hub and self.args.hub_strategy != "end", "that is pushed as it is saved: hub_strategy"),
+            (
+                self.args.push_to_hub and self.args.hub_strategy != "end",
+                'that is pushed as it is saved: hub_strategy="end" is not',
+            ),
         ):
             if is_on:
                 raise StateUnsupported(f"StepfastTrainerMixin saves no training {what}")
