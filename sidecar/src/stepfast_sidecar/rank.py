@@ -118,7 +118,7 @@ class _RankServer:
                 self._room.rank_ended(self._run, self._session)
             await cut_back(self._slots.grown())  # an agent that ends looks no more
 
-    def _handle(self, message: Message) -> None:  # noqa: C901, PLR0912, PLR0915  # a table: one case a message
+    def _handle(self, message: Message) -> None:  # noqa: C901, PLR0912  # a table: one case a message
         room, run, session = self._room, self._run, self._session
         match message:
             case Progress():
@@ -132,22 +132,12 @@ class _RankServer:
                 self._shared(message)
             case GaveUp():
                 self._room.carry_out(run, run.flow.rank_gave_up(self._rank, message.step))
-            case Reserve():
-                self._spawn(self._answering(message.id, self._reserve(message)))
+            case Reserve() | Steps() | Supersede() | SetAside() | Remove() | Fetch():
+                self._spawn(self._answering(message))
             case Expect():
                 self._spawn(self._expect(message))
             case Want():
                 self._spawn(room.want(run, session, message.step))
-            case Steps():
-                self._spawn(self._answering(message.id, self._steps(message)))
-            case Supersede():
-                self._spawn(self._answering(message.id, self._supersede(message)))
-            case SetAside():
-                self._spawn(self._answering(message.id, self._set_aside(message)))
-            case Remove():
-                self._spawn(self._answering(message.id, self._remove(message)))
-            case Fetch():
-                self._spawn(self._answering(message.id, self._fetch(message)))
             case Restored():
                 session.restored_step, session.restored_tier = message.step, message.tier
                 session.restored_time, session.restore_seconds = message.time, message.seconds
@@ -393,9 +383,10 @@ class _RankServer:
                 continue
         return await self._room.persister.request(command, **values)
 
-    async def _answering(self, request: int, work: Coroutine[Any, Any, None]) -> None:
+    async def _answering(self, message: Reserve | Steps | Supersede | SetAside | Remove | Fetch) -> None:
+        request = message.id
         try:
-            await work
+            await self._answer(message)
         except RequestFailed as error:
             self._session.peer.send(Failure(id=request, kind=error.kind, reason=error.reason))
         except ProtocolError as error:
@@ -403,6 +394,21 @@ class _RankServer:
             self._session.peer.close()
         except (StepfastError, OSError) as error:
             self._session.peer.send(Failure(id=request, kind=type(error).__name__, reason=str(error)))
+
+    async def _answer(self, message: Reserve | Steps | Supersede | SetAside | Remove | Fetch) -> None:
+        match message:
+            case Reserve():
+                await self._reserve(message)
+            case Steps():
+                await self._steps(message)
+            case Supersede():
+                await self._supersede(message)
+            case SetAside():
+                await self._set_aside(message)
+            case Remove():
+                await self._remove(message)
+            case Fetch():
+                await self._fetch(message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if len(self._tasks) >= _MAX_REQUESTS:

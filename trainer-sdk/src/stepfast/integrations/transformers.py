@@ -104,7 +104,7 @@ class StepfastTrainerMixin(Trainer):
             (getattr(self, "is_distributed_loading_by_transformers", False), "of a model that is sharded as it loads"),
             (
                 self.args.push_to_hub and self.args.hub_strategy != "end",
-                'that is pushed as it is saved: hub_strategy="end" is not',
+                'that is pushed as it is saved: take hub_strategy="end"',
             ),
         ):
             if is_on:
