@@ -64,7 +64,8 @@ TABLE = [
 
 PAGE = """# Stall per save, beside the frameworks' own ways
 
-`make bench-frameworks` writes this page: {size} MiB of model and Adam state, {saves} saves a process, {rounds} rounds.
+`make bench-frameworks` writes this page: {size} MiB of model and Adam state, {saves} saves a process, {every}
+iterations apart, so that the disk keeps up; {rounds} rounds.
 
 A cell says by how much the iteration that saves, and the next one, take longer than two without a save (those before
 the first, or between them, whichever are quicker): the median of all saves but each process's first two, whose own is
@@ -152,7 +153,7 @@ class Bench:
         options = self._options
         size = options.layers * PARAMETERS_A_LAYER * 12 / 2**20
         lines = [self._line(row) for row in TABLE if (row.script, row.default) in self.costs]
-        head = PAGE.format(size=round(size), saves=options.saves, rounds=options.rounds)
+        head = PAGE.format(size=round(size), saves=options.saves, every=options.every, rounds=options.rounds)
         return "\n".join([head.rstrip(), *lines, ""])
 
     def _line(self, row: Row) -> str:
@@ -204,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=8, help="4.2 million parameters each")
     parser.add_argument("--saves", type=int, default=8)
-    parser.add_argument("--every", type=int, default=8, help="iterations")
+    parser.add_argument("--every", type=int, default=24, help="iterations")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default="", help="rows whose script's name has this in it")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "bench-frameworks.md")

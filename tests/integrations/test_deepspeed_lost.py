@@ -171,24 +171,50 @@ end([outcomes, latest])
 )
 
 
-def test_where_memory_is_exhausted_and_the_job_skips_nothing_is_touched(
-    start_node: Any, bench: Any, tmp_path: Path
-) -> None:
-    node = start_node((tmp_path / "storage").as_uri(), memory_limit=10 << 20)
-    (tmp_path / "train.py").write_text(BUSY)
+def found_on(node: Any, folder: Path, job: str, script: str) -> Any:
+    """What a training on one rank ends with, on a node whose agent has the job's folder."""
+    (folder / "train.py").write_text(script)
     environment = {
         **node.rank_environment(), "STEPFAST_SETTINGS": '{"onBusy": "Skip", "maxToKeep": 0}', "RANK": "0",
         "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "train.py", str(tmp_path / "storage" / str(bench.JOB))], cwd=tmp_path, env=environment,
-        text=True, capture_output=True, timeout=120, check=False,
+        [sys.executable, "train.py", str(folder / "storage" / job)], cwd=folder, env=environment, text=True,
+        capture_output=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    outcomes, latest = json.loads(line.removeprefix("FOUND "))
+    return json.loads(line.removeprefix("FOUND "))
+
+
+def test_where_memory_is_exhausted_and_the_job_skips_nothing_is_touched(
+    start_node: Any, bench: Any, tmp_path: Path
+) -> None:
+    node = start_node((tmp_path / "storage").as_uri(), memory_limit=10 << 20)
+    outcomes, latest = found_on(node, tmp_path, str(bench.JOB), BUSY)
     saved = list(range(1, len(outcomes)))
     assert outcomes == [[True, False]] * len(saved) + [[False, True]]
     assert latest == f"global_step{saved[-1]}"
     with closing(open_store(node.storage_uri)) as store:
         bench.eventually(lambda: bench.committed(store) == saved, "what was saved is committed")
+
+
+AWAY = (
+    BEGIN
+    + """
+from pathlib import Path
+engine, job = make(1.0, persistent_time_interval=0), Path(sys.argv[1])
+job.parent.mkdir(parents=True)
+job.symlink_to(job)  # whatever is to be listed or written there fails
+saved = [engine.save_checkpoint("checkpoints", f"global_step{step}") for step in (1, 2)]
+job.unlink()
+end(saved)
+"""
+)
+
+
+def test_the_first_saves_do_not_wait_for_a_storage_that_is_away(start_node: Any, bench: Any, tmp_path: Path) -> None:
+    node = start_node((tmp_path / "storage").as_uri())
+    assert found_on(node, tmp_path, str(bench.JOB), AWAY) == [True, True]
+    with closing(open_store(node.storage_uri)) as store:
+        assert bench.committed(store)[-1] == 2

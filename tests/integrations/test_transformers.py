@@ -368,6 +368,6 @@ def test_checkpoints_that_would_be_pushed_as_they_are_saved_are_refused(tmp_path
     told = launch(tmp_path, PUSHED).splitlines()
     assert "end: 1 batches" in told
     for strategy in ("every_save", "checkpoint", "all_checkpoints"):
-        refused = 'StepfastTrainerMixin saves no training that is pushed as it is saved: hub_strategy="end" is not'
+        refused = 'StepfastTrainerMixin saves no training that is pushed as it is saved: take hub_strategy="end"'
         assert f"{strategy}: StateUnsupported: {refused}" in told, told
         assert f"{strategy}: 0 batches" in told, told

@@ -118,7 +118,7 @@ class _RankServer:
                 self._room.rank_ended(self._run, self._session)
             await cut_back(self._slots.grown())  # an agent that ends looks no more
 
-    def _handle(self, message: Message) -> None:  # noqa: C901, PLR0912  # a table: one case a message
+    def _handle(self, message: Message) -> None:  # noqa: C901  # a table: one case a message
         room, run, session = self._room, self._run, self._session
         match message:
             case Progress():

@@ -35,6 +35,7 @@ class Engines:
         self._borrowed: list[int] = []  # steps of which engines have taken the weights alone, or that are gone
         self._made: TaggedCheckpoints | None = None
         self._retention: Retention | None = None
+        self._listed: list[CommittedStep] | None = []  # as an engine last saw it; None: nobody has looked
         self._is_adopted = False
 
     def check(self, settings: Settings) -> None:
@@ -82,6 +83,7 @@ class Engines:
         if self._made is None or self._made.is_closed:
             # Whose a step is, the agent does not know: what is kept is said by Retention.
             environment = replace(self._settings.apply(read_environment(), os.environ), max_to_keep=0)
+            self._listed = [] if self._made is None else None  # what was closed may have saved
             self._made = TaggedCheckpoints(
                 sharing=Sharing.EVERY_RANK, environment=environment, persist_all=len(self._living) > 1
             )
@@ -96,8 +98,16 @@ class Engines:
         """Tells that a tag was opened."""
         checkpoints = self.checkpoints
         if self._retention is None and not self._is_adopted and checkpoints.environment.rank == 0:
-            # Behind the first: what training does not go on from is superseded then.
-            self._retention = Retention(checkpoints, checkpoints.steps())
+            self._retention = Retention(checkpoints, self._kept(checkpoints))
+
+    def _kept(self, checkpoints: TaggedCheckpoints) -> list[CommittedStep]:
+        """What is there behind the first opening: nothing that training does not go on from. The storage is asked only
+        where nobody has listed it before: it may be away.
+        """
+        if self._listed is None:
+            return checkpoints.steps()
+        begun = self.begun_at if self.begun_at is not None else checkpoints.begins_after
+        return [found for found in self._listed if begun is not None and found.step <= begun]
 
     def saved(self, tag: str, saved: Saved, settings: Settings) -> None:
         """Tells of a step that an engine of these settings has staged."""
@@ -142,7 +152,7 @@ class Engines:
         DeepSpeed's own are there. The only engine of a process then takes the job's newest: its folder may be called
         anew in each attempt.
         """
-        steps = checkpoints.steps()
+        steps = self._listed = checkpoints.steps()
         if tag is None:
             last = checkpoints.latest()
             steps = [found for found in steps if last is not None and found.step <= last.step]
