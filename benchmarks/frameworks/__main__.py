@@ -65,7 +65,8 @@ TABLE = [
 PAGE = """# Stall per save, beside the frameworks' own ways
 
 `make bench-frameworks` writes this page: {size} MiB of model and Adam state, {saves} saves a process, {every}
-iterations apart, so that the disk keeps up; {rounds} rounds.
+iterations apart, so that the disk keeps up (saves that are made faster than they are persisted wait for it, Stepfast's
+too, unless `onBusy` is `Skip`); {rounds} rounds.
 
 A cell says by how much the iteration that saves, and the next one, take longer than two without a save (those before
 the first, or between them, whichever are quicker): the median of all saves but each process's first two, whose own is
