@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,20 @@ def test_removing_a_pointer_of_another_job_leaves_this_jobs_step_of_that_number(
     pointers.finish()
     assert not os.path.exists("theirs")
     assert [found.tag for found in pointers.checkpoints.steps()] == ["ours"]
+
+
+def test_removed_checkpoint_is_not_found_while_its_step_is_still_there(begin: Begin, monkeypatch: Any) -> None:
+    pointers = begin()
+    save(pointers, "one")
+    save(pointers, "two")
+    may_go, remove = threading.Event(), pointers.checkpoints.remove
+    monkeypatch.setattr(pointers.checkpoints, "remove", lambda step: may_go.wait(60) and remove(step))
+    pointers.remove("one", "one")
+    assert [found.tag for found in pointers.checkpoints.steps()] == ["one", "two"]
+    assert pointers.find("one", "one") is None
+    may_go.set()
+    pointers.finish()
+    assert [found.tag for found in pointers.checkpoints.steps()] == ["two"]
 
 
 def test_step_that_the_storage_does_not_let_go_is_removed_with_the_next(begin: Begin, monkeypatch: Any) -> None:

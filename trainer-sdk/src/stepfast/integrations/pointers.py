@@ -159,7 +159,8 @@ class Pointers:
                 f"{pointer['storage']}, not of {self.checkpoints.environment.job} in "
                 f"{self.checkpoints.environment.storage_uri}: export it in that job, and load what that writes"
             )
-        steps = self.checkpoints.steps()
+        leaving = self._removals.leaving  # before the list: what is removed by then is not in it
+        steps = [found for found in self.checkpoints.steps() if found.step not in leaving]
         exact = [found for found in steps if pointer is not None and _names(pointer, found)]
         tagged = [found for found in steps if found.tag == tag]
         absolute = Path(path).absolute()

@@ -23,6 +23,12 @@ class Removals:
         self._saves: dict[int, Saved] = {}
         self._newest: Saved | None = None
         self._running: list[Future[list[int]]] = []
+        self._leaving: set[int] = set()
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """The steps that are to be removed, and may still be there."""
+        return frozenset(self._leaving)
 
     def saved(self, saved: Saved) -> None:
         """Tells of a step that this rank has just staged, unless memory was exhausted."""
@@ -36,6 +42,7 @@ class Removals:
         steps = [*(step for run in ended for step in run.result()), *steps]
         if not steps:
             return
+        self._leaving.update(steps)
         pool = ThreadPoolExecutor(1, thread_name_prefix="stepfast-removal")
         self._running.append(pool.submit(self._remove, steps, self._newest))
         pool.shutdown(wait=False)  # the thread ends with its work: nobody may ever call finish()
@@ -61,6 +68,7 @@ class Removals:
                         newest.wait()
                     self._checkpoints.remove(step)
                 self._saves.pop(step, None)
+                self._leaving.discard(step)
             except StepfastError as error:
                 log.warning("stepfast: step %s is not removed yet: %s", step, error)
                 refused.append(step)
