@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,23 @@ def end(found):
 """
 
 
-def found(folder: Path, script: str) -> Any:
-    """What a training on one rank, without an agent, ends with."""
-    (folder / "train.py").write_text(BEGIN + script)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
+def run_alone(
+    folder: Path, script: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The script as the only rank of its job. `environment`: other than that of a rank without an agent."""
+    (folder / "train.py").write_text(script)
+    if environment is None:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, env={**environment, **alone}, text=True, capture_output=True,
-        timeout=120, check=False,
+    return subprocess.run(
+        [sys.executable, "train.py", *arguments], cwd=folder, env={**environment, **alone}, text=True,
+        capture_output=True, timeout=120, check=False,
     )  # fmt: skip
+
+
+def found(folder: Path, script: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
+    """What a training on one rank ends with."""
+    done = run_alone(folder, BEGIN + script, *arguments, environment=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
     return json.loads(line.removeprefix("FOUND "))
@@ -67,4 +76,4 @@ print("FOUND null"); sys.exit()
     found(folder, script)
 
 
-__all__ = ["BEGIN", "found", "save_by_deepspeed"]
+__all__ = ["BEGIN", "found", "run_alone", "save_by_deepspeed"]

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from smallengines import run_alone
+
 # A model with dropout (random generators count), a schedule, clipping; `changes` are the mode's.
 MODEL = """
 import json, os, signal, sys
@@ -202,13 +204,7 @@ def test_killed_training_goes_on_bit_for_bit_on_an_empty_disk(runs: Any, tmp_pat
 
 
 def in_one_process(script: str, folder: Path) -> str:
-    (folder / "train.py").write_text(MODEL + script)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, env={**environment, **alone}, text=True, capture_output=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+    done = run_alone(folder, MODEL + script)
     return done.stdout + done.stderr
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from smallengines import BEGIN
+from smallengines import BEGIN, found
 from stepfast.storage import open_store
 
 KILLED = (
@@ -138,9 +138,7 @@ def test_ranks_that_see_different_steps_load_the_one_that_rank_0_sees(tmp_path: 
     assert "rank 1 does not see step 2, which rank 0 loads" in trained(tmp_path, 2, "late1").stdout
 
 
-BUSY = (
-    BEGIN
-    + """
+BUSY = """
 from pathlib import Path
 engine, job = make(1.0, persistent_time_interval=0), Path(sys.argv[1])
 
@@ -168,23 +166,13 @@ job.unlink()
 Path("aside").rename(job)
 end([outcomes, latest])
 """
-)
 
 
 def found_on(node: Any, folder: Path, job: str, script: str) -> Any:
     """What a training on one rank ends with, on a node whose agent has the job's folder."""
-    (folder / "train.py").write_text(script)
-    environment = {
-        **node.rank_environment(), "STEPFAST_SETTINGS": '{"onBusy": "Skip", "maxToKeep": 0}', "RANK": "0",
-        "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "train.py", str(folder / "storage" / job)], cwd=folder, env=environment, text=True,
-        capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    return json.loads(line.removeprefix("FOUND "))
+    settings = {"STEPFAST_SETTINGS": '{"onBusy": "Skip", "maxToKeep": 0}'}
+    environment = {**node.rank_environment(), **settings}
+    return found(folder, script, str(folder / "storage" / job), environment=environment)
 
 
 def test_where_memory_is_exhausted_and_the_job_skips_nothing_is_touched(
@@ -199,9 +187,7 @@ def test_where_memory_is_exhausted_and_the_job_skips_nothing_is_touched(
         bench.eventually(lambda: bench.committed(store) == saved, "what was saved is committed")
 
 
-AWAY = (
-    BEGIN
-    + """
+AWAY = """
 from pathlib import Path
 engine, job = make(1.0, persistent_time_interval=0), Path(sys.argv[1])
 job.parent.mkdir(parents=True)
@@ -210,7 +196,6 @@ saved = [engine.save_checkpoint("checkpoints", f"global_step{step}") for step in
 job.unlink()
 end(saved)
 """
-)
 
 
 def test_the_first_saves_do_not_wait_for_a_storage_that_is_away(start_node: Any, bench: Any, tmp_path: Path) -> None:

@@ -64,17 +64,19 @@ strategy = OnCpu(config={
     "train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
     "zero_optimization": {"stage": stage}, "nebula": {"enabled": True, "persistent_time_interval": 1},
 })
+
+def make(*callbacks, **limit):
+    return Trainer(
+        accelerator="cpu", devices=ranks, strategy=strategy, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=list(callbacks), **limit,
+    )
 """
 
 TRAINING = (
     BEGIN
     + """
-trainer = Trainer(
-    accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=4, logger=False, enable_progress_bar=False,
-    enable_model_summary=False, callbacks=[
-        StepfastCallback(), Crash(), ModelCheckpoint(out, save_top_k=2, monitor="step", mode="max", every_n_epochs=1),
-    ],
-)
+saving = ModelCheckpoint(out, save_top_k=2, monitor="step", mode="max", every_n_epochs=1)
+trainer = make(StepfastCallback(), Crash(), saving, max_epochs=4)
 torch.manual_seed(int(attempt))
 model = Model()
 trainer.fit(model, data, ckpt_path=strategy.checkpoint_io.latest_checkpoint(), weights_only=False)
@@ -115,14 +117,8 @@ def test_optimizer_on_nvme_is_refused(tmp_path: Path) -> None:
 WEIGHTS_ALONE = (
     BEGIN
     + """
-trainer = Trainer(
-    accelerator="cpu", devices=ranks, strategy=strategy, max_steps=3, logger=False, enable_progress_bar=False,
-    enable_model_summary=False, callbacks=[
-        ModelCheckpoint("full", every_n_train_steps=2),
-        ModelCheckpoint("weights", every_n_train_steps=3, save_weights_only=True),
-    ],
-)
-trainer.fit(Model(), data)
+full = ModelCheckpoint("full", every_n_train_steps=2)
+make(full, ModelCheckpoint("weights", every_n_train_steps=3, save_weights_only=True), max_steps=3).fit(Model(), data)
 io = strategy.checkpoint_io
 print("latest", io.latest_checkpoint(), "of weights", io.latest_checkpoint("weights"), flush=True)
 """

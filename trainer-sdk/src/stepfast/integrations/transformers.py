@@ -185,7 +185,7 @@ class StepfastTrainerMixin(Trainer):
             self._own_folders.point(folder, opened.step, opened.tag)
             super()._save_checkpoint(model, trial)
             if self.is_world_process_zero():
-                opened.put(STATE, _tensor(self._state_text()), copy=False)
+                opened.put(STATE, _tensor(self._state_text(folder)), copy=False)
             self.saved = opened.commit()
         finally:
             self._opened = None
@@ -216,11 +216,14 @@ class StepfastTrainerMixin(Trainer):
         if self._opened is not None:
             self._opened.put(self._rng_name, _tensor(Path(output_dir, self._rng_name).read_bytes()), copy=False)
 
-    def _state_text(self) -> bytes:
-        """Trainer's own state, as it writes it; not read from the step's folder, which its rules may have removed."""
-        with TemporaryDirectory(prefix="stepfast-") as folder:
-            self.state.save_to_json(os.path.join(folder, STATE))
+    def _state_text(self, folder: Path) -> bytes:
+        """Trainer's own state, as it has written it; written again where its rules have removed the step's folder."""
+        try:
             return Path(folder, STATE).read_bytes()
+        except FileNotFoundError:
+            with TemporaryDirectory(prefix="stepfast-") as other:
+                self.state.save_to_json(os.path.join(other, STATE))
+                return Path(other, STATE).read_bytes()
 
     def _sweep(self) -> None:
         if self.is_world_process_zero():

@@ -43,12 +43,13 @@ class Sharers:
         self._writer, self._branch = writer, branch
         self._late: list[threading.Thread] = []
         self._has_ended = False
-        self._said: str = UNKNOWN
+        self.said: str = UNKNOWN
+        """What is written into a save (`stepfast.ranks`)."""
         self._attendance: Attendance | None = None
         if world_size == 1 or sharing is Sharing.EVERY_RANK:
-            self._said = EVERY_RANK
+            self.said = EVERY_RANK
         elif sharing is Sharing.THIS_RANK:
-            self._said = str(RankSet.of([rank]))
+            self.said = str(RankSet.of([rank]))
         else:
             known = before._attendance if before is not None else None
             self._attendance = Attendance(gang, self._told, self._told_given_up, on_look=on_look, before=known)
@@ -57,11 +58,6 @@ class Sharers:
     def are_found_out(self) -> bool:
         """Whether nobody has said which ranks save."""
         return self._attendance is not None
-
-    @property
-    def said(self) -> str:
-        """What is written into a save (`stepfast.ranks`)."""
-        return self._said
 
     def opened(self, agreed: TaggedStep) -> None:
         """This rank shares in the step. Raises GangError when it has said the contrary by going on."""
