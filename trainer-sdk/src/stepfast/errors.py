@@ -21,6 +21,7 @@ StepfastError
 │   └── MemoryBudgetTooSmall     the memory budget cannot hold even one chunk
 ├── CheckpointerOpen             a second Checkpointer of one run in one process
 ├── GangError                    the ranks of a gang do not agree
+├── AnatomyError                 a training step cannot be predicted or measured as it is given
 └── SpecError                    a manifest or an option is wrong; names the field
 """
 
@@ -134,6 +135,10 @@ class CheckpointerOpen(StepfastError):
 
 class GangError(StepfastError):
     """The ranks of a gang do not agree on something that must be equal on all of them."""
+
+
+class AnatomyError(StepfastError):
+    """A training step cannot be predicted or measured as it is given; the message says what to change."""
 
 
 class SpecError(StepfastError):

@@ -1,0 +1,19 @@
+"""Where memory and time go in a training job: predicted without a device, or measured on one."""
+
+from stepfast.torch.anatomy.devices import DEVICES, Device
+from stepfast.torch.anatomy.kernels import Attention
+from stepfast.torch.anatomy.prediction import TODAY, TORCH_1_10, Precision, Release, predict
+from stepfast.torch.anatomy.report import Report, from_json
+
+__all__ = [
+    "DEVICES",
+    "TODAY",
+    "TORCH_1_10",
+    "Attention",
+    "Device",
+    "Precision",
+    "Release",
+    "Report",
+    "from_json",
+    "predict",
+]

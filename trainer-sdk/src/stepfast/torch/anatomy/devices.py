@@ -1,0 +1,79 @@
+"""What devices can hold and do. Figures of the manufacturers' data sheets: dense, without sparsity. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepfast.errors import AnatomyError
+
+_MIB = 1 << 20
+_TERA = 10**12
+_GIGA = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device that trains.
+
+    `memory_bytes`: what nvidia-smi shows as total (None: not limited). `context_bytes`: what a process takes for CUDA
+    itself before it has a tensor. Peaks in FLOP/s: `fp32_flops` outside of tensor cores, `matmul_fp32_flops` where fp32
+    products may use them (TF32), `half_flops` for fp16 and bf16. `bandwidth`: bytes/s of its memory.
+    """
+
+    name: str
+    is_cuda: bool
+    memory_bytes: int | None
+    context_bytes: int
+    fp32_flops: float
+    tf32_flops: float
+    half_flops: float
+    bandwidth: float
+
+
+def _cuda(  # noqa: PLR0917 - a row of the table below
+    name: str,
+    memory_mib: int,
+    fp32: float,
+    tf32: float,
+    half: float,
+    gigabytes_s: float,
+    context_mib: int = 520,
+) -> Device:
+    return Device(
+        name=name, is_cuda=True, memory_bytes=memory_mib * _MIB, context_bytes=context_mib * _MIB,
+        fp32_flops=fp32 * _TERA, tf32_flops=tf32 * _TERA, half_flops=half * _TERA, bandwidth=gigabytes_s * _GIGA,
+    )  # fmt: skip
+
+
+CPU = Device(
+    name="cpu", is_cuda=False, memory_bytes=None, context_bytes=0,
+    fp32_flops=0.1 * _TERA, tf32_flops=0.1 * _TERA, half_flops=0.1 * _TERA, bandwidth=20 * _GIGA,
+)  # fmt: skip
+
+# The document's V100: 16,160 MiB and a context of 1,343 MB with the CUDA 11.2 of its day.
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        CPU,
+        _cuda("v100-16gb", 16160, 15.7, 15.7, 125, 900, context_mib=1343),
+        _cuda("v100-32gb", 32510, 15.7, 15.7, 125, 900, context_mib=1343),
+        _cuda("t4", 15360, 8.1, 8.1, 65, 320),
+        _cuda("a10", 23028, 31.2, 62.5, 125, 600),
+        _cuda("l4", 23034, 30.3, 60, 121, 300),
+        _cuda("l40s", 46068, 91.6, 183, 362, 864),
+        _cuda("rtx-4090", 24564, 82.6, 82.6, 165, 1008),
+        _cuda("a100-40gb", 40960, 19.5, 156, 312, 1555),
+        _cuda("a100-80gb", 81920, 19.5, 156, 312, 2039),
+        _cuda("h100-80gb", 81559, 67, 494, 989, 3350),
+        _cuda("h200-141gb", 143771, 67, 494, 989, 4800),
+        _cuda("b200-180gb", 183359, 80, 1100, 2250, 8000),
+    )
+}
+
+
+def device_named(name: str) -> Device:
+    """The device of this name. Raises AnatomyError, with the names that there are."""
+    found = DEVICES.get(name.lower())
+    if found is None:
+        raise AnatomyError(f"no device is known as {name!r}; known: {', '.join(DEVICES)}")
+    return found

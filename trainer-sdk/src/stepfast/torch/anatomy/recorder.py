@@ -1,0 +1,301 @@
+"""Records what operations are called and which storages they bring into being, and when these end.
+
+It sees what passes torch's dispatcher, on real tensors or fake ones: results of operations. What a kernel allocates for
+itself does not pass there (see workspaces.py). Storages are followed by weak references, so a block ends where its last
+owner lets go of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch._guards import active_fake_mode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stepfast.torch.anatomy.modules import ModulePath
+from stepfast.torch.anatomy.timeline import Block, Component, Phase
+
+_COLLECTIVES = ("c10d::", "_c10d_functional::")
+
+
+class TensorShape(NamedTuple):
+    """What a kernel's own memory and time depend on. Sizes and strides in elements."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Signature(NamedTuple):
+    """An operation on arguments of certain shapes: calls that are equal in it cost the same.
+
+    `leaves` are the arguments, flattened: TensorShape for tensors; `spec` puts them together again.
+    """
+
+    operator: torch._ops.OpOverload[Any, Any]
+    leaves: tuple[Any, ...]
+    spec: Any  # torch.utils._pytree.TreeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an operation. `made` are the blocks that came into being with it, in the order of its results.
+
+    `results` has None where the operation returned none: a gradient that nobody needs.
+    """
+
+    signature: Signature
+    results: tuple[TensorShape | None, ...]
+    made: tuple[int, ...]
+    module: str
+    phase: Phase
+    step: int
+
+    @property
+    def outputs(self) -> tuple[TensorShape, ...]:
+        return tuple(shape for shape in self.results if shape is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The call with this index, and the blocks that it makes."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """A block that came into being unseen is there from here on."""
+
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """A storage has another size from here on; block `old` ends, `new` begins. FSDP frees and makes parameters so."""
+
+    old: int
+    new: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A block ends, in `phase` of `step`."""
+
+    block: int
+    phase: Phase
+    step: int
+
+
+Entry = Begin | Adopt | Resize | End
+
+
+class Recorder(TorchDispatchMode):
+    """Within its context, all operations of this thread are recorded in `log`, `calls` and `blocks`."""
+
+    def __init__(self, modules: ModulePath) -> None:
+        super().__init__()
+        self.log: list[Entry] = []
+        self.calls: list[Call] = []
+        self.blocks: list[Block] = []
+        self._modules = modules
+        self._phase, self._step = Phase.SETUP, 0
+        self._known = WeakIdKeyDictionary()  # UntypedStorage -> (block, weak reference)
+        self._kept: set[int] = set()  # blocks whose component is decided, whatever becomes of them
+        self._forward: set[int] = set()  # blocks of the forward pass under way
+        self._is_paused = self._is_closed = False
+        self._fake: Any = None
+        self._resize: Callable[..., Any] | None = None
+
+    @contextmanager
+    def phase(self, phase: Phase, step: int) -> Iterator[None]:
+        """What happens within belongs to this phase of this step. What a forward pass leaves behind is activations."""
+        before = self._phase, self._step
+        self._phase, self._step = phase, step
+        try:
+            yield
+        finally:
+            self._phase, self._step = before
+            if phase is Phase.FORWARD:
+                for block in self._forward - self._kept:
+                    self.blocks[block].component = Component.ACTIVATIONS
+                self._forward.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done within is done elsewhere: on the host, or before training. See `adopt` for what it leaves."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def adopt(self, component: Component, tensors: Iterable[torch.Tensor], *, origin: str) -> None:
+        """Takes in tensors that were made unseen, in their order; their memory is for `component`."""
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                if self._block(storage) is None:
+                    self.log.append(Adopt(self._begin(storage, origin)))
+            self.label(component, [tensor])
+
+    def close(self) -> None:
+        """Ends that come later are not recorded: what is still there stays there."""
+        self._is_closed = True
+
+    def label(self, component: Component, tensors: Iterable[torch.Tensor]) -> None:
+        """Says what the memory of these tensors is for. Tensors that were not recorded are passed over."""
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                block = self._block(storage)
+                if block is not None:
+                    self.blocks[block].component = component
+                    self._kept.add(block)
+
+    def __enter__(self) -> Recorder:
+        self._fake = active_fake_mode()
+        self._watch_resizes()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if self._resize is not None:
+            setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
+            self._resize = None
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload[Any, Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # it comes again as operations on local tensors
+        result = func(*args, **(kwargs or {}))
+        # DTensor finds out shapes with fake tensors of its own, which are no memory of anyone.
+        if active_fake_mode() is self._fake and not self._is_paused:
+            self._record(func, args, kwargs or {}, result)
+        return result
+
+    def _record(
+        self, func: torch._ops.OpOverload[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        name = str(func.name())
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        results = tree_leaves(result)
+        outputs = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+        made: list[int] = []
+        for tensor in outputs:
+            for storage in _storages(tensor):
+                if self._block(storage) is None:
+                    made.append(self._begin(storage, name))  # noqa: PERF401 - the second storage asks for the first
+        signature = Signature(func, tuple(map(_described, leaves)), spec)
+        if name.startswith(_COLLECTIVES):
+            self.label(Component.COMMUNICATION, (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+            self.label(Component.COMMUNICATION, outputs)
+        elif func is torch.ops.aten._to_copy.default and self._is_weight(leaves[0]):
+            self.label(Component.WEIGHTS, outputs)  # autocast's copy in lower precision
+        shapes = tuple(_shape(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in results)
+        self.calls.append(Call(signature, shapes, tuple(made), self._modules.current(), self._phase, self._step))
+        self.log.append(Begin(len(self.calls) - 1))
+
+    def _begin(self, storage: torch.UntypedStorage, operator: str) -> int:
+        block = len(self.blocks)
+        is_recomputed = self._phase is Phase.BACKWARD and self._modules.is_recomputing()
+        component = Component.ACTIVATIONS if is_recomputed else Component.TEMPORARY
+        self.blocks.append(
+            Block(storage.nbytes(), component, self._modules.current(), operator, self._phase, self._step)
+        )
+        self._follow(storage, block)
+        if self._phase is Phase.FORWARD:
+            self._forward.add(block)
+        return block
+
+    def _follow(self, storage: torch.UntypedStorage, block: int) -> None:
+        # The record must not outlive the recorder: the reference holds it weakly.
+        recorder = weakref.ref(self)
+
+        def ended(_reference: object) -> None:
+            alive = recorder()
+            if alive is not None:
+                alive._end(storage_key)
+
+        storage_key = [block]  # what the storage's block is now: a resize changes it
+        self._known[storage] = (storage_key, weakref.ref(storage, ended))
+
+    def _end(self, key: list[int]) -> None:
+        if self._is_closed:
+            return
+        self._forward.discard(key[0])
+        self.log.append(End(key[0], self._phase, self._step))
+
+    def _block(self, storage: torch.UntypedStorage) -> int | None:
+        known = self._known.get(storage)
+        return None if known is None else known[0][0]
+
+    def _is_weight(self, leaf: Any) -> bool:
+        if not isinstance(leaf, torch.Tensor):
+            return False
+        blocks = (self._block(storage) for storage in _storages(leaf))
+        return any(block is not None and self.blocks[block].component is Component.WEIGHTS for block in blocks)
+
+    def _watch_resizes(self) -> None:
+        """`UntypedStorage.resize_` does not pass the dispatcher."""
+        original = torch.UntypedStorage.resize_
+        recorder = self
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            recorder._resized(storage)
+            return result
+
+        self._resize = original
+        setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010 - mypy takes it for the base class's
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        known = self._known.get(storage)
+        if known is None or self.blocks[known[0][0]].size_bytes == storage.nbytes():
+            return
+        key, old = known[0], self.blocks[known[0][0]]
+        new = len(self.blocks)
+        self.blocks.append(Block(storage.nbytes(), old.component, old.module, old.operator, self._phase, self._step))
+        if key[0] in self._kept:
+            self._kept.add(new)
+        self.log.append(Resize(key[0], new))
+        key[0] = new
+
+
+def _described(leaf: Any) -> Any:
+    return _shape(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _shape(tensor: torch.Tensor) -> TensorShape:
+    return TensorShape(tuple(tensor.shape), _stride(tensor), tensor.dtype)
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+
+
+def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Those that hold its elements: several for a subclass that wraps tensors."""
+    if isinstance(tensor, DTensor):
+        return _storages(tensor._local_tensor)
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        return [storage for name in flatten()[0] for storage in _storages(getattr(tensor, name))]
+    if tensor.layout is not torch.strided:
+        return []
+    return [tensor.untyped_storage()]

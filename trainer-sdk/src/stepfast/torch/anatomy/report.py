@@ -1,0 +1,147 @@
+"""The anatomy of a training job as plain values: what a prediction and a measurement both say. Pure: no torch.
+
+Sizes are bytes, times seconds, work FLOPs. `to_json` and `from_json` are each other's inverse.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleMemory:
+    """What one module holds at the peak, its submodules not counted. `components`: bytes by component's name."""
+
+    name: str
+    kind: str  # its class
+    components: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """The memory at one time: bytes of each component, in the order of MemoryReport.curve_components."""
+
+    seconds: float
+    step: int
+    phase: str
+    components: Sequence[int]
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Where memory goes. `peak_bytes`: allocated at the worst moment; `steady_bytes`: between steps.
+
+    `component_peaks`: the most of each component, each at a moment of its own.
+
+    `reserved_bytes`: what the allocator takes of the device for it. `context_bytes`: CUDA's own. Their sum,
+    `occupied_bytes`, is what nvidia-smi shows. On a CPU nothing is reserved: what is occupied is the peak.
+    """
+
+    peak_bytes: int
+    peak_components: Mapping[str, int]
+    peak_phase: str
+    peak_step: int
+    peak_operator: str
+    component_peaks: Mapping[str, int]
+    steady_bytes: int
+    steady_components: Mapping[str, int]
+    reserved_bytes: int
+    context_bytes: int
+    limit_bytes: int | None
+    modules: Sequence[ModuleMemory]
+    curve_components: Sequence[str]
+    curve: Sequence[CurvePoint]
+
+    @property
+    def occupied_bytes(self) -> int:
+        return self.reserved_bytes + self.context_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits the device; None where the device has no known limit."""
+        return None if self.limit_bytes is None else self.occupied_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassTime:
+    """One class of operations in one phase of a step. `bound`: "compute" or "memory", its place under the roofline."""
+
+    kind: str
+    phase: str
+    calls: int
+    flops: float
+    moved_bytes: int
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeReport:
+    """Where time goes in one step of one rank.
+
+    `is_bound`: the seconds are the device's roofline, so the least that it can take; else they were measured.
+    `flops_utilisation`: model FLOPs a second by what the device does at most (MFU); None where that is not known.
+    """
+
+    step_seconds: float
+    is_bound: bool
+    samples_per_step: int | None
+    flops_per_step: float
+    flops_utilisation: float | None
+    classes: Sequence[ClassTime]
+
+    @property
+    def samples_per_second(self) -> float | None:
+        if self.samples_per_step is None or self.step_seconds <= 0:
+            return None
+        return self.samples_per_step / self.step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """`kind`: "predicted" or "measured". `settings`: what was asked, in words, in order of appearance."""
+
+    kind: str
+    title: str
+    device: str
+    settings: Mapping[str, str]
+    parameters: int
+    trainable_parameters: int
+    memory: MemoryReport
+    time: TimeReport
+    notes: Sequence[str] = field(default=())
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+
+def from_json(text: str) -> Report:
+    """Raises ValueError when the text is no report of this format."""
+    try:
+        document = json.loads(text)
+        if document.pop("format") != FORMAT:
+            raise ValueError("another format")
+        memory, time = document.pop("memory"), document.pop("time")
+        return Report(
+            **document,
+            memory=_memory(memory),
+            time=TimeReport(**{**time, "classes": tuple(ClassTime(**each) for each in time["classes"])}),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no anatomy report: {error}") from error
+
+
+def _memory(document: dict[str, Any]) -> MemoryReport:
+    document["modules"] = tuple(ModuleMemory(**each) for each in document["modules"])
+    document["curve"] = tuple(CurvePoint(**each) for each in document["curve"])
+    return MemoryReport(**document)

@@ -1,0 +1,172 @@
+"""What a kernel allocates for itself beside its results, and how long it takes: asked of the kernel.
+
+Each kind of call is made once, on zeros, with the profiler on. That is exact for the device that it is asked on, down
+to the eight bytes of a wrapped scalar, and stays so when a release of torch changes a kernel. No training step is run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from stepfast.torch.anatomy.recorder import Call, Signature, TensorShape
+
+_UNASKED = frozenset({"c10d", "_c10d_functional", "prim", "profiler", "fsdp"})
+_MARK = "stepfast.anatomy.kernel"
+_LIMIT_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A kernel takes memory (`is_birth`) or gives back what it took as its `ordinal`-th piece.
+
+    `made` is the number of the result that lies there, among the storages that the call makes; None for a workspace.
+    """
+
+    ordinal: int
+    size_bytes: int
+    is_birth: bool
+    made: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRun:
+    """What happens within one call, in order. `seconds` is None where nobody measured it."""
+
+    pieces: tuple[Piece, ...]
+    seconds: float | None
+
+
+class Workspaces(Protocol):
+    """Knows what happens within a call. None: nothing but its results."""
+
+    def of(self, call: Call) -> KernelRun | None: ...
+
+
+class NoWorkspaces:
+    """Results only."""
+
+    def of(self, call: Call) -> KernelRun | None:
+        del call
+        return None
+
+
+class AskedWorkspaces:
+    """Asks this machine's CPU, each kind of call once; calls whose tensors exceed `limit_bytes` are left out."""
+
+    def __init__(self, *, limit_bytes: int = _LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._known: dict[Signature, KernelRun | None] = {}
+
+    def of(self, call: Call) -> KernelRun | None:
+        signature = call.signature
+        if signature not in self._known:
+            self._known[signature] = self._ask(call) if self._is_askable(call) else None
+        return self._known[signature]
+
+    def _is_askable(self, call: Call) -> bool:
+        operator = call.signature.operator
+        if operator.namespace in _UNASKED or (not call.made and _is_view(operator)):
+            return False
+        shapes = (*(leaf for leaf in call.signature.leaves if isinstance(leaf, TensorShape)), *call.outputs)
+        return sum(map(_span_bytes, shapes)) <= self._limit_bytes
+
+    def _ask(self, call: Call) -> KernelRun | None:
+        try:
+            with _untouched_generators(), torch.no_grad():
+                return _run(call.signature)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            # Zeros are no valid argument of some operations; the step itself runs on other values.
+            return None
+
+
+def _run(signature: Signature) -> KernelRun:
+    given = _materialized(signature)
+    before = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(given) if isinstance(tensor, torch.Tensor)}
+    args, kwargs = given
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell the terminal about every start and stop
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session, record_function(_MARK):
+        started = time.perf_counter()
+        result = signature.operator(*args, **kwargs)
+        seconds = time.perf_counter() - started
+    pointers: list[int] = []
+    for tensor in tree_leaves(result):
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            pointer = tensor.untyped_storage().data_ptr()
+            if pointer and pointer not in before and pointer not in pointers:
+                pointers.append(pointer)
+    assert session.profiler is not None
+    changes = _memory_changes(session.profiler.kineto_results.experimental_event_tree())
+    return KernelRun(_pieces(changes, pointers), seconds)
+
+
+def _pieces(changes: Sequence[tuple[int, int]], results: Sequence[int]) -> tuple[Piece, ...]:
+    """`changes` are (pointer, signed bytes). A pointer may be taken, given back and taken again: results live last."""
+    last_birth = {pointer: index for index, (pointer, size) in enumerate(changes) if size > 0}
+    pieces: list[Piece] = []
+    living: dict[int, int] = {}
+    births = 0
+    for index, (pointer, size) in enumerate(changes):
+        if size > 0:
+            is_result = pointer in results and last_birth[pointer] == index
+            pieces.append(Piece(births, size, True, results.index(pointer) if is_result else None))
+            living[pointer] = births
+            births += 1
+        elif pointer in living:
+            pieces.append(Piece(living.pop(pointer), -size, False, None))
+    return tuple(pieces)
+
+
+def _memory_changes(roots: Sequence[Any]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int, int]] = []
+
+    def walk(event: Any, is_within: bool) -> None:
+        is_within = is_within or event.name == _MARK
+        if is_within and event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        for child in event.children:
+            walk(child, is_within)
+
+    for root in roots:
+        walk(root, False)
+    return [(pointer, size) for _, pointer, size in sorted(found, key=lambda each: each[0])]
+
+
+def _materialized(signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    leaves = [
+        torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype).zero_() if isinstance(leaf, TensorShape) else leaf
+        for leaf in signature.leaves
+    ]
+    args, kwargs = tree_unflatten(leaves, signature.spec)
+    return args, kwargs
+
+
+def _span_bytes(shape: TensorShape) -> int:
+    """Bytes of the smallest storage that holds such a tensor."""
+    if 0 in shape.size:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(shape.size, shape.stride, strict=False))
+    return (last + 1) * shape.dtype.itemsize
+
+
+def _is_view(operator: torch._ops.OpOverload[Any, Any]) -> bool:
+    returns = operator._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+@contextmanager
+def _untouched_generators() -> Iterator[None]:
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
