@@ -90,3 +90,16 @@ FAMILIES = {
     "resnet": Family(_resnet, _pictures(64)),
     "t5": Family(_t5, lambda count: {"input_ids": _words(count, 32), "labels": _words(count, 16)}),
 }
+
+
+def _wide_gpt() -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=256, n_layer=6, n_head=4, vocab_size=1000, n_positions=64, bos_token_id=0, eos_token_id=0,
+            loss_type="ForCausalLMLoss",
+        )
+    )  # fmt: skip
+
+
+# Large enough that a layer, on its way between ranks at the wrong moment, is a small part of the whole.
+WIDE_GPT = Family(_wide_gpt, lambda count: {"input_ids": (words := _words(count, 64)), "labels": words})

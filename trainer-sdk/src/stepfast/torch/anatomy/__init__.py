@@ -2,6 +2,7 @@
 
 from stepfast.torch.anatomy.devices import DEVICES, Device
 from stepfast.torch.anatomy.kernels import Attention
+from stepfast.torch.anatomy.parallel.plan import Parallel, Sharing
 from stepfast.torch.anatomy.prediction import TODAY, TORCH_1_10, Precision, Release, predict
 from stepfast.torch.anatomy.report import Report, from_json
 
@@ -11,9 +12,11 @@ __all__ = [
     "TORCH_1_10",
     "Attention",
     "Device",
+    "Parallel",
     "Precision",
     "Release",
     "Report",
+    "Sharing",
     "from_json",
     "predict",
 ]

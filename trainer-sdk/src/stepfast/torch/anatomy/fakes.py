@@ -48,8 +48,8 @@ class _Answers(TorchDispatchMode):
     ) -> Any:
         if func is _READ and getattr(args[0], "constant", None) is None:
             dtype = args[0].dtype
-            if dtype is torch.bool:
-                return False
+            if dtype in (torch.bool, torch.uint8):  # DeepSpeed asks in bytes whether anything overflowed
+                return False if dtype is torch.bool else 0
             if dtype.is_floating_point:
                 return 1.0
             raise AnatomyError(

@@ -24,6 +24,9 @@ from stepfast.torch.anatomy.fakes import fake_tensors
 from stepfast.torch.anatomy.kernels import Attention, CpuKernels, CudaKernels
 from stepfast.torch.anatomy.modules import ModulePath
 from stepfast.torch.anatomy.operations import Costs
+from stepfast.torch.anatomy.parallel.plan import Parallel, Sharing, parallel_from
+from stepfast.torch.anatomy.parallel.trainees import Rank
+from stepfast.torch.anatomy.parallel.world import imagined_world
 from stepfast.torch.anatomy.recorder import Recorder
 from stepfast.torch.anatomy.report import Report
 from stepfast.torch.anatomy.training import (
@@ -71,6 +74,7 @@ class Setting:
     precision: Precision = Precision.FP32
     attention: Attention = Attention.AUTO
     checkpointing: Checkpointed = False
+    parallel: Parallel = field(default_factory=Parallel)
     loop: Loop = field(default_factory=Loop)
     release: Release = TODAY
 
@@ -84,6 +88,7 @@ def predict(
     loss_fn: LossFunction = model_loss,
     device: str | Device = "a100-80gb",
     precision: str | Precision = Precision.FP32,
+    parallel: str | Parallel = "none",
     attention: str | Attention = Attention.AUTO,
     checkpointing: Checkpointed = False,
     accumulation_steps: int = 1,
@@ -115,6 +120,7 @@ def predict(
         precision=_choice(Precision, precision, "precision"),
         attention=_choice(Attention, attention, "attention"),
         checkpointing=checkpointing,
+        parallel=parallel if isinstance(parallel, Parallel) else parallel_from(parallel),
         loop=Loop(
             steps=steps,
             accumulation_steps=accumulation_steps,
@@ -148,30 +154,43 @@ def simulate(
     setting: Setting,
 ) -> Simulation:
     """Runs the step and puts its timeline together."""
-    device = setting.device
     modules = ModulePath()
     recorder = Recorder(modules)
     costs = Costs()
-    with fake_tensors():
+    with ExitStack() as stack:
+        mesh = None
+        if setting.parallel.sharing is not Sharing.NONE:
+            mesh = stack.enter_context(imagined_world(setting.parallel.world_size))
+        stack.enter_context(fake_tensors())
         model = _model(model_fn, setting)
-        optimizer = _optimizer(optimizer_fn, model, setting)
-        training = RecordedTraining(
-            recorder, modules, loop=setting.loop, loss_fn=loss_fn,
-            cast=partial(_autocast, setting.precision),
-            scale=_scaled if setting.precision is Precision.FP16_MIXED else _unscaled,
-        )  # fmt: skip
-        with ExitStack() as stack:
-            stack.enter_context(modules)
-            stack.enter_context(recorder)
-            stack.enter_context(_kernels(setting))
-            training.run(model, optimizer, make_batch)
         facts = _facts(model)
+        rank = Rank(
+            plan=setting.parallel,
+            loop=setting.loop,
+            compute=_compute_dtype(setting.precision),
+            mesh=mesh,
+            label=recorder.label,
+        )
+        trainee = rank.trainee(model, partial(_optimizer, optimizer_fn, setting), stack)
+        modules.name(model)
+        training = RecordedTraining(
+            recorder,
+            loop=setting.loop,
+            loss_fn=loss_fn,
+            cast=nullcontext if rank.casts_itself else partial(_autocast, setting.precision),
+            scale=_scaled if setting.precision is Precision.FP16_MIXED and not rank.casts_itself else _unscaled,
+        )
+        stack.enter_context(modules)
+        stack.enter_context(recorder)
+        stack.enter_context(_kernels(setting))
+        training.run(trainee, make_batch)
         recorder.close()
-    workspaces = NoWorkspaces() if device.is_cuda else AskedWorkspaces()
-    assembled = assemble(recorder, workspaces, costs.seconds_on(device))
+        del trainee, training, model
+    workspaces = NoWorkspaces() if setting.device.is_cuda else AskedWorkspaces()
+    assembled = assemble(recorder, workspaces, costs.seconds_on(setting.device))
     return Simulation(
         assembled=assembled,
-        reservation=reserve(assembled.timeline) if device.is_cuda else None,
+        reservation=reserve(assembled.timeline) if setting.device.is_cuda else None,
         costs=costs,
         **facts,
     )
@@ -199,7 +218,7 @@ def _model(model_fn: ModelFunction, setting: Setting) -> nn.Module:
     return model
 
 
-def _optimizer(optimizer_fn: OptimizerFunction, model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
+def _optimizer(optimizer_fn: OptimizerFunction, setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise AnatomyError("no parameter of the model requires a gradient: there is nothing to train")
@@ -219,12 +238,14 @@ def _kernels(setting: Setting) -> AbstractContextManager[Any]:
     return CudaKernels(setting.attention, softmax_keeps_input=setting.release.softmax_keeps_input)
 
 
+def _compute_dtype(precision: Precision) -> torch.dtype | None:
+    """What is computed in, where that is not what weights are kept in."""
+    return {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}.get(precision)
+
+
 def _autocast(precision: Precision) -> AbstractContextManager[Any]:
-    if precision is Precision.BF16_MIXED:
-        return torch.autocast("cpu", torch.bfloat16)
-    if precision is Precision.FP16_MIXED:
-        return torch.autocast("cpu", torch.float16)
-    return nullcontext()
+    dtype = _compute_dtype(precision)
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
 def _scaled(loss: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stepfast.torch.anatomy.modules import ModulePath
 from stepfast.torch.anatomy.timeline import Block, Component, Phase
 
-_COLLECTIVES = ("c10d::", "_c10d_functional::")
+_COLLECTIVES = ("c10d::", "_c10d_functional::", "fsdp::")
 
 
 class TensorShape(NamedTuple):
@@ -140,12 +140,14 @@ class Recorder(TorchDispatchMode):
             self._is_paused = before
 
     def adopt(self, component: Component, tensors: Iterable[torch.Tensor], *, origin: str) -> None:
-        """Takes in tensors that were made unseen, in their order; their memory is for `component`."""
+        """Takes in tensors that were made unseen, in their order; the memory of those is for `component`."""
         for tensor in tensors:
             for storage in _storages(tensor):
                 if self._block(storage) is None:
-                    self.log.append(Adopt(self._begin(storage, origin)))
-            self.label(component, [tensor])
+                    block = self._begin(storage, origin)
+                    self.blocks[block].component = component
+                    self._kept.add(block)
+                    self.log.append(Adopt(block))
 
     def close(self) -> None:
         """Ends that come later are not recorded: what is still there stays there."""
@@ -203,13 +205,21 @@ class Recorder(TorchDispatchMode):
                     made.append(self._begin(storage, name))  # noqa: PERF401 - the second storage asks for the first
         signature = Signature(func, tuple(map(_described, leaves)), spec)
         if name.startswith(_COLLECTIVES):
-            self.label(Component.COMMUNICATION, (leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
-            self.label(Component.COMMUNICATION, outputs)
+            self._communicated((*leaves, *outputs))
         elif func is torch.ops.aten._to_copy.default and self._is_weight(leaves[0]):
             self.label(Component.WEIGHTS, outputs)  # autocast's copy in lower precision
         shapes = tuple(_shape(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in results)
         self.calls.append(Call(signature, shapes, tuple(made), self._modules.current(), self._phase, self._step))
         self.log.append(Begin(len(self.calls) - 1))
+
+    def _communicated(self, leaves: Iterable[Any]) -> None:
+        """What collectives read and write is for communication, unless it is known to be something else."""
+        for leaf in leaves:
+            for storage in _storages(leaf) if isinstance(leaf, torch.Tensor) else ():
+                block = self._block(storage)
+                if block is not None and block not in self._kept:
+                    self.blocks[block].component = Component.COMMUNICATION
+                    self._kept.add(block)
 
     def _begin(self, storage: torch.UntypedStorage, operator: str) -> int:
         block = len(self.blocks)

@@ -28,6 +28,7 @@ def predicted_report(simulation: Simulation, setting: Setting, *, title: str | N
     settings = {
         "device": device.name,
         "precision": setting.precision.value,
+        "parallel": str(setting.parallel),
         "attention": setting.attention.value if device.is_cuda else "as the CPU chooses",
         "activation checkpointing": "yes" if setting.checkpointing else "no",
         "accumulation steps": str(setting.loop.accumulation_steps),

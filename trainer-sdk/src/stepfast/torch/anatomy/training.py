@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from stepfast.errors import AnatomyError
-from stepfast.torch.anatomy.modules import ModulePath
 from stepfast.torch.anatomy.recorder import Recorder
 from stepfast.torch.anatomy.timeline import Component, Phase
 
@@ -74,65 +73,99 @@ def batch_of(batch_fn: BatchFunction, batch_size: int | None) -> Any:
     return batch_fn(batch_size)
 
 
+class Trainee(Protocol):
+    """A model with its optimizer, as one rank trains them."""
+
+    module: nn.Module  # what a batch is given to
+
+    def backward(self, loss: torch.Tensor) -> None: ...
+
+    def update(self) -> None:
+        """The optimizer's step, with what belongs to it."""
+
+    def release(self) -> None:
+        """Lets go of gradients, as zero_grad does."""
+
+    def holdings(self) -> Iterator[tuple[Component, Iterable[torch.Tensor]]]:
+        """What it holds now and what for. What is named twice is what it was named first."""
+
+
+class PlainTrainee:
+    """torch's own: a module, an optimizer, gradients on the parameters."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
+        self.module, self._optimizer, self._loop = module, optimizer, loop
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        if self._loop.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self._loop.clip_norm)
+        self._optimizer.step()
+
+    def release(self) -> None:
+        self._optimizer.zero_grad(set_to_none=not self._loop.keeps_gradients)
+
+    def holdings(self) -> Iterator[tuple[Component, Iterable[torch.Tensor]]]:
+        yield Component.WEIGHTS, self.module.parameters()
+        yield Component.BUFFERS, self.module.buffers()
+        yield Component.BUFFERS, _loose(self.module)
+        yield Component.GRADIENTS, (each.grad for each in self.module.parameters() if each.grad is not None)
+        yield Component.OPTIMIZER, (tensor for state in self._optimizer.state.values() for tensor in tensors_in(state))
+
+
 class RecordedTraining:
     """Trains within a recorder's context and tells it what is what."""
 
     def __init__(
         self,
         recorder: Recorder,
-        modules: ModulePath,
         *,
         loop: Loop,
         loss_fn: LossFunction = model_loss,
         cast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
     ) -> None:
-        self._recorder, self._modules, self._loop, self._loss_fn = recorder, modules, loop, loss_fn
+        self._recorder, self._loop, self._loss_fn = recorder, loop, loss_fn
         self._cast, self._scale = cast, scale
 
-    def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, make_batch: Callable[[], Any]) -> None:
+    def run(self, trainee: Trainee, make_batch: Callable[[], Any]) -> None:
         """Names live as long as in a plain loop: a batch and its loss until the next ones take their place."""
         phase = self._recorder.phase
-        self._modules.name(model)
-        self._adopt_model(model)
+        for component, tensors in trainee.holdings():
+            self._recorder.adopt(component, tensors, origin=component.value)
         for step in range(1, self._loop.steps + 1):
             for _ in range(self._loop.accumulation_steps):
                 with phase(Phase.SETUP, step):
                     with self._recorder.paused():  # on the host, by a data loader
                         batch = make_batch()
-                    self._recorder.adopt(Component.INPUTS, _tensors(batch), origin="batch")
+                    self._recorder.adopt(Component.INPUTS, tensors_in(batch), origin="batch")
                 with phase(Phase.FORWARD, step):
                     with self._cast():
-                        loss = self._loss_fn(model, batch)
+                        loss = self._loss_fn(trainee.module, batch)
                     if self._loop.accumulation_steps > 1:
                         loss = loss / self._loop.accumulation_steps
                     loss = self._scale(loss)
                 with phase(Phase.BACKWARD, step):
-                    loss.backward()
-                    self._label_gradients(model)
+                    trainee.backward(loss)
+                self._label(trainee)
             with phase(Phase.OPTIMIZER, step):
-                self._update(model, optimizer)
+                trainee.update()
+                self._label(trainee)
+                trainee.release()
 
-    def _update(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if self._loop.clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), self._loop.clip_norm)
-        optimizer.step()
-        self._recorder.label(
-            Component.OPTIMIZER, (tensor for state in optimizer.state.values() for tensor in _tensors(state))
-        )
-        optimizer.zero_grad(set_to_none=not self._loop.keeps_gradients)
-
-    def _adopt_model(self, model: nn.Module) -> None:
-        self._recorder.adopt(Component.WEIGHTS, model.parameters(), origin="parameter")
-        self._recorder.adopt(Component.BUFFERS, model.buffers(), origin="buffer")
-        loose = (
-            value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)
-        )
-        self._recorder.adopt(Component.BUFFERS, loose, origin="attribute")
-
-    def _label_gradients(self, model: nn.Module) -> None:
-        self._recorder.label(Component.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
+    def _label(self, trainee: Trainee) -> None:
+        for component, tensors in trainee.holdings():
+            self._recorder.label(component, tensors)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of nested tuples, lists and mappings, in their order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _loose(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that modules hold as plain attributes."""
+    for each in module.modules():
+        yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor))
