@@ -29,6 +29,7 @@ from stepfast.torch.anatomy.parallel.trainees import Rank
 from stepfast.torch.anatomy.parallel.world import imagined_world
 from stepfast.torch.anatomy.recorder import Recorder
 from stepfast.torch.anatomy.report import Report
+from stepfast.torch.anatomy.timeline import Timeline
 from stepfast.torch.anatomy.training import (
     BatchFunction,
     Loop,
@@ -190,10 +191,21 @@ def simulate(
     assembled = assemble(recorder, workspaces, costs.seconds_on(setting.device))
     return Simulation(
         assembled=assembled,
-        reservation=reserve(assembled.timeline) if setting.device.is_cuda else None,
+        reservation=_reservation(assembled.timeline, setting.device),
         costs=costs,
         **facts,
     )
+
+
+def _reservation(timeline: Timeline, device: Device) -> Reservation | None:
+    """What the allocator reserves on this device; where that is too small, what it would have to be."""
+    if not device.is_cuda:
+        return None
+    if device.memory_bytes is not None:
+        limited = reserve(timeline, limit_bytes=device.memory_bytes - device.context_bytes)
+        if limited.failed_at is None:
+            return limited
+    return reserve(timeline)
 
 
 def _model(model_fn: ModelFunction, setting: Setting) -> nn.Module:

@@ -19,7 +19,7 @@ from stepfast.torch.anatomy.training import Loop, PlainTrainee, Trainee
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One rank of a plan. `compute`: the dtype of mixed precision (None: what weights are kept in). `mesh`: its world."""
+    """One rank of a plan. `compute`: the dtype of mixed precision (None: that of the weights). `mesh`: its world."""
 
     plan: Parallel
     loop: Loop

@@ -1,0 +1,145 @@
+"""`stepfast anatomy predict`: what a training step will take, before there is a device for it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepfast.cli.told import told
+from stepfast.errors import AnatomyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stepfast.torch.anatomy import Device, Report
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="package.module:function that makes it, or a configuration of Transformers: config.json, its folder, or "
+        "a kind of model as gpt2",
+    ),
+]
+Batch = Annotated[
+    str | None,
+    typer.Option("--batch", help="package.module:function that makes a batch, given its size (default: by the model)"),
+]
+Loss = Annotated[
+    str | None, typer.Option("--loss", help="package.module:function of model and batch (default: the model's own)")
+]
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        help="adamw, adam, sgd, sgd-momentum, adafactor, adamw8bit, or package.module:function of the parameters",
+    ),
+]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="samples of one rank (default: 1)")]
+
+
+def predict(  # noqa: PLR0917 - typer calls it by keyword
+    model: Model,
+    batch: Batch = None,
+    loss: Loss = None,
+    optimizer: Optimizer = "adamw",
+    batch_size: BatchSize = None,
+    largest: Annotated[
+        bool, typer.Option("--largest-batch", help="search for the largest batch that fits, and report on it")
+    ] = False,
+    task: Annotated[str | None, typer.Option("--task", help="the head of a configuration, as causal-lm")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", min=1, help="tokens of a configuration's batch (default: 512)")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="as a100-80gb, h100-80gb, v100-16gb, cpu")] = "a100-80gb",
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="what the device has, as 24GiB (default: what such a device has)")
+    ] = None,
+    precision: Annotated[str, typer.Option("--precision", help="fp32, bf16-mixed, fp16-mixed, bf16")] = "fp32",
+    parallel: Annotated[
+        str, typer.Option("--parallel", help="none, or KIND:RANKS: ddp, fsdp2, zero1, zero2, zero3, as fsdp2:8")
+    ] = "none",
+    attention: Annotated[
+        str,
+        typer.Option("--attention", help="the kernel of scaled_dot_product_attention: auto, flash, efficient, math"),
+    ] = "auto",
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="recompute activations (models of Transformers)")
+    ] = False,
+    accumulation_steps: Annotated[int, typer.Option("--accumulation-steps", min=1, help="batches of one step")] = 1,
+    clip_norm: Annotated[float | None, typer.Option("--clip-norm", help="clip gradients to this norm")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="write the report here, for `stepfast anatomy report`")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="write it as a page that needs nothing else")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print it as JSON, in place of tables")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace the files of --out and --html")] = False,
+) -> None:
+    """Predicts memory and time of a training step without a GPU, weights or data."""
+    from stepfast.cli.anatomy import show
+
+    with told():
+        report_of = _predictor(
+            model, batch, loss, optimizer, task=task, sequence_length=sequence_length, device=_device(device, memory),
+            precision=precision, parallel=parallel, attention=attention, checkpointing=checkpointing,
+            accumulation_steps=accumulation_steps, clip_norm=clip_norm,
+        )  # fmt: skip
+        report = _largest(report_of) if largest else report_of(batch_size or 1)
+        show(report, out=out, html=html, as_json=as_json, force=force)
+
+
+def _predictor(
+    model: str, batch: str | None, loss: str | None, optimizer: str, *, task: str | None, sequence_length: int | None,
+    **options: object,
+) -> Callable[[int], Report]:  # fmt: skip
+    try:
+        from stepfast.torch.anatomy import predict as predicted
+        from stepfast.torch.anatomy.modelsource import imported, model_source, optimizer_source
+    except ImportError as error:
+        raise AnatomyError(f"predictions need torch ({error}): pip install stepfast[torch,run]") from error
+    source = model_source(model, task=task, sequence_length=sequence_length)
+    make_batch = imported(batch, "--batch") if batch is not None else source.batch
+    if make_batch is None:
+        raise AnatomyError(f"--model {model} is a function: name one that makes a batch, too, with --batch")
+    if loss is not None:
+        options["loss_fn"] = imported(loss, "--loss")
+    make_optimizer = optimizer_source(optimizer)
+
+    def report_of(batch_size: int) -> Report:
+        return predicted(
+            source.model, make_optimizer, make_batch, batch_size=batch_size, title=source.name,
+            **options,  # type: ignore[arg-type] # typer's, named as the function's own
+        )  # fmt: skip
+
+    return report_of
+
+
+def _largest(report_of: Callable[[int], Report]) -> Report:
+    from stepfast.torch.anatomy.fit import largest_batch
+
+    found = largest_batch(report_of)
+    if found.batch_size == 0:
+        typer.echo("not even one sample fits; the report is of one sample", err=True)
+    else:
+        typer.echo(f"largest batch that fits: {found.batch_size} samples a rank", err=True)
+    return found.report
+
+
+def _device(name: str, memory: str | None) -> Device:
+    from stepfast.torch.anatomy.devices import device_named
+
+    device = device_named(name)
+    return device if memory is None else replace(device, memory_bytes=_bytes(memory))
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise AnatomyError(f"--memory {text}: no size, as 24GiB")
+    unit = (match[2] or "").lower()
+    base = 1024 if unit.endswith("i") else 1000
+    return int(float(match[1]) * base ** " kmgt".index(unit[:1] or " "))

@@ -1,0 +1,63 @@
+"""The largest batch that fits a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepfast.errors import AnatomyError
+from stepfast.torch.anatomy.report import Report
+
+_MOST = 1 << 20  # samples: nobody trains with more on one device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestBatch:
+    """`batch_size` fits and one more does not; 0: not even one sample does. `reports`: all that were made, by size."""
+
+    batch_size: int
+    reports: dict[int, Report]
+
+    @property
+    def report(self) -> Report:
+        """Of the largest batch that fits, else of the smallest that there is."""
+        return self.reports[self.batch_size or 1]
+
+
+def largest_batch(report_of: Callable[[int], Report]) -> LargestBatch:
+    """Searches with few predictions: memory is close to a straight line in the batch size, so the line is asked first.
+
+    `report_of(batch_size)` predicts for a device with a known limit. Raises AnatomyError where there is none.
+    """
+    reports: dict[int, Report] = {}
+
+    def fits(batch_size: int) -> bool:
+        reports[batch_size] = report_of(batch_size)
+        answer = reports[batch_size].memory.fits
+        if answer is None:
+            raise AnatomyError(f"{reports[batch_size].device} has no known memory: say how much it has")
+        return answer
+
+    if not fits(1):
+        return LargestBatch(batch_size=0, reports=reports)
+    low, high, guess = 1, _MOST + 1, 2
+    while high - low > 1:
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        # The line is right or nearly so; where it is not, halving comes to an end.
+        is_asked = len(reports) < 8
+        guess = min(max(_on_the_line(reports) if is_asked else (low + high) // 2, low + 1), high - 1)
+    return LargestBatch(batch_size=low, reports=reports)
+
+
+def _on_the_line(reports: dict[int, Report]) -> int:
+    """Where the line through the two largest batches reaches the limit."""
+    first, second = sorted(reports)[-2:]
+    memory = reports[second].memory
+    assert memory.limit_bytes is not None
+    slope = (memory.occupied_bytes - reports[first].memory.occupied_bytes) / (second - first)
+    if slope <= 0:
+        return second * 2
+    return int(second + (memory.limit_bytes - memory.occupied_bytes) / slope)
