@@ -160,6 +160,14 @@ class Recorder(TorchDispatchMode):
                     self.blocks[block].component = component
                     self._kept.add(block)
 
+    def place(self, module: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Says which module the memory of these tensors is for. Tensors that were not recorded are passed over."""
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                block = self._block(storage)
+                if block is not None:
+                    self.blocks[block].module = module
+
     def __enter__(self) -> Recorder:
         self._fake = active_fake_mode()
         self._watch_resizes()

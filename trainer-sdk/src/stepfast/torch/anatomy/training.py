@@ -89,6 +89,7 @@ class RecordedTraining:
     ) -> None:
         self._recorder, self._modules, self._loop, self._loss_fn = recorder, modules, loop, loss_fn
         self._cast, self._scale = cast, scale
+        self._owners: dict[nn.Parameter, str] = {}  # the module of each parameter: of a tied one the first
 
     def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, make_batch: Callable[[], Any]) -> None:
         """Names live as long as in a plain loop: a batch and its loss until the next ones take their place."""
@@ -117,9 +118,9 @@ class RecordedTraining:
         if self._loop.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self._loop.clip_norm)
         optimizer.step()
-        self._recorder.label(
-            Component.OPTIMIZER, (tensor for state in optimizer.state.values() for tensor in _tensors(state))
-        )
+        for parameter, state in optimizer.state.items():
+            self._recorder.label(Component.OPTIMIZER, _tensors(state))
+            self._recorder.place(self._owners.get(parameter, ""), _tensors(state))
         optimizer.zero_grad(set_to_none=not self._loop.keeps_gradients)
 
     def _adopt_model(self, model: nn.Module) -> None:
@@ -129,9 +130,17 @@ class RecordedTraining:
             value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)
         )
         self._recorder.adopt(Component.BUFFERS, loose, origin="attribute")
+        self._owners = {parameter: name.rpartition(".")[0] for name, parameter in model.named_parameters()}
+        for parameter, module in self._owners.items():
+            self._recorder.place(module, [parameter])
+        for name, buffer in model.named_buffers():
+            self._recorder.place(name.rpartition(".")[0], [buffer])
 
     def _label_gradients(self, model: nn.Module) -> None:
-        self._recorder.label(Component.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                self._recorder.label(Component.GRADIENTS, [parameter.grad])
+                self._recorder.place(self._owners.get(parameter, ""), [parameter.grad])
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
