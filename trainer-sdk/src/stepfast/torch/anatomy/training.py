@@ -89,7 +89,7 @@ class RecordedTraining:
     ) -> None:
         self._recorder, self._modules, self._loop, self._loss_fn = recorder, modules, loop, loss_fn
         self._cast, self._scale = cast, scale
-        self._owners: dict[nn.Parameter, str] = {}  # the module of each parameter: of a tied one the first
+        self._owners: dict[torch.Tensor, str] = {}  # the module of each parameter: of a tied one the first
 
     def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, make_batch: Callable[[], Any]) -> None:
         """Names live as long as in a plain loop: a batch and its loss until the next ones take their place."""
