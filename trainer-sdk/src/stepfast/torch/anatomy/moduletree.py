@@ -1,4 +1,5 @@
-"""Modules as a tree by their dotted names: what is large is unfolded, neighbouring layers of one shape are one. Pure."""
+"""Modules as a tree by their dotted names: the large ones unfolded, neighbouring layers of one shape as one. Pure."""
+
 from __future__ import annotations
 
 import heapq
