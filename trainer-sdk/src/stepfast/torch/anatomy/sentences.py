@@ -63,7 +63,7 @@ def pace(report: Report) -> tuple[tuple[str, str], ...]:
     least, most = ("at least ", "at most ") if time.is_bound else ("", "")
     figures = [("step", least + seconds_text(time.step_seconds))]
     if time.samples_per_second is not None:
-        figures.append(("samples/second", f"{most}{time.samples_per_second:.3g}"))
+        figures.append(("samples/second", f"{most}{rate_text(time.samples_per_second)}"))
     figures.append(("FLOPs a step", number_text(time.flops_per_step)))
     if time.flops_utilisation is not None:
         figures.append(("FLOPs utilisation", f"{most}{100 * time.flops_utilisation:.2g} %"))
@@ -83,6 +83,11 @@ def number_text(number: float) -> str:
         if number >= 0.9995 * 10**power:
             return f"{_three_digits(number / 10**power)}{unit}"
     return str(number) if isinstance(number, int) else _three_digits(number)
+
+
+def rate_text(rate: float) -> str:
+    """A rate in at least three digits, as `8.86` and `5,690`."""
+    return f"{rate:,.0f}" if rate >= 99.95 else _three_digits(rate)
 
 
 def ratio_text(ratio: float) -> str:

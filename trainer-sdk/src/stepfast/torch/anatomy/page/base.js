@@ -59,6 +59,7 @@ function legend(parent, names) {
     element(item, "span", { class: `swatch ${colourClass(name)}` });
     item.append(name);
   }
+  return list;
 }
 
 // Ticks at 1, 2 or 5 times a power of ten of `unit`, at most about `count` of them.
@@ -71,8 +72,10 @@ function ticks(most, count, unit = 1) {
 
 const tooltip = document.getElementById("tooltip");
 
-// `rows`: [name, value, colour's class or ""]. Beside the point, within the window.
-function showTooltip(title, rows, x, y) {
+let anchor = null; // the element that the tooltip belongs to; null: the pointer's place
+
+// `rows`: [name, value, colour's class or ""]. `at`: an element, whose tooltip follows it, or [x, y] of the pointer.
+function showTooltip(title, rows, at) {
   tooltip.replaceChildren();
   element(tooltip, "p", {}, title);
   for (const [name, value, swatch] of rows) {
@@ -83,6 +86,16 @@ function showTooltip(title, rows, x, y) {
     element(row, "span", {}, value);
   }
   tooltip.hidden = false;
+  anchor = at instanceof Element ? at : null;
+  placeTooltip(anchor ? middle(anchor) : at);
+}
+
+function middle(of) {
+  const box = of.getBoundingClientRect();
+  return [box.left + box.width / 2, box.top + box.height / 2];
+}
+
+function placeTooltip([x, y]) {
   const { width, height } = tooltip.getBoundingClientRect();
   const left = x + 16 + width > innerWidth - 8 ? x - 16 - width : x + 16;
   tooltip.style.left = `${Math.max(8, Math.min(left, innerWidth - 8 - width))}px`;
@@ -93,7 +106,7 @@ function hideTooltip() {
   tooltip.hidden = true;
 }
 
-addEventListener("scroll", hideTooltip, { passive: true });
+addEventListener("scroll", () => (anchor ? placeTooltip(middle(anchor)) : hideTooltip()), { passive: true });
 addEventListener("keydown", (event) => event.key === "Escape" && hideTooltip());
 
 // Draws now, and again whenever the place has another width.

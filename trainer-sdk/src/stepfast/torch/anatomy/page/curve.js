@@ -72,7 +72,7 @@ function drawCurve(place, width) {
 
   const cursor = element(svg, "svg:line", { class: "cursor", y1: frame.top, y2: bottom, visibility: "hidden" });
   let at = peak;
-  const choose = (index, clientX, clientY) => {
+  const choose = (index, pointer = null) => {
     at = Math.max(0, Math.min(points.length - 1, index));
     cursor.setAttribute("x1", x(at));
     cursor.setAttribute("x2", x(at));
@@ -83,7 +83,7 @@ function drawCurve(place, width) {
     rows.reverse();
     rows.push(["allocated", sizeText(totals[at]), ""], ["reserved", sizeText(point.reserved_bytes), ""]);
     if (context) rows.push(["with CUDA's context", sizeText(reserved[at]), ""]);
-    showTooltip(title, rows, clientX, clientY);
+    showTooltip(title, rows, pointer ?? cursor);
     slider.setAttribute("aria-valuenow", at);
     slider.setAttribute("aria-valuetext", `${title}: ${sizeText(totals[at])} allocated, of that ${
       memory.curve_components.map((name, index) => `${name} ${sizeText(point.components[index])}`).join(", ")}`);
@@ -92,16 +92,12 @@ function drawCurve(place, width) {
     cursor.setAttribute("visibility", "hidden");
     hideTooltip();
   };
-  const chooseByKey = (index) => {
-    const box = svg.getBoundingClientRect();
-    choose(index, box.left + x(Math.max(0, Math.min(points.length - 1, index))), box.top + box.height / 4);
-  };
   slider.setAttribute("aria-valuenow", at);
   slider.setAttribute("aria-valuetext", `the peak: ${words}`);
   slider.addEventListener("pointermove", (event) => {
     const pointer = event.clientX - svg.getBoundingClientRect().left;
     const distances = points.map((_, index) => Math.abs(x(index) - pointer));
-    choose(distances.indexOf(Math.min(...distances)), event.clientX, event.clientY);
+    choose(distances.indexOf(Math.min(...distances)), [event.clientX, event.clientY]);
   });
   slider.addEventListener("pointerleave", leave);
   slider.addEventListener("blur", leave);
@@ -109,7 +105,7 @@ function drawCurve(place, width) {
     const to = { ArrowLeft: at - 1, ArrowRight: at + 1, ArrowDown: at - 1, ArrowUp: at + 1, PageDown: at - 20, PageUp: at + 20, Home: 0, End: points.length - 1 }[event.key];
     if (to === undefined) return;
     event.preventDefault();
-    chooseByKey(to);
+    choose(to);
   });
 }
 

@@ -62,10 +62,7 @@ function drawRoofline(place, width) {
       "vector-effect": "non-scaling-stroke", transform: `translate(${x(mark.intensity)},${y(mark.rate)}) scale(${size})`,
       "aria-label": `${name}: ${rows.map(([what, value]) => `${what} ${value}`).join(", ")}`,
     });
-    const tell = () => {
-      const box = shape.getBoundingClientRect();
-      showTooltip(name, rows, box.right, box.top);
-    };
+    const tell = () => showTooltip(name, rows, shape);
     shape.addEventListener("pointerenter", tell);
     shape.addEventListener("focus", tell);
     shape.addEventListener("pointerleave", hideTooltip);

@@ -2,7 +2,7 @@
 // Memory at the peak by module: nested boxes whose areas are bytes (squarified: Bruls, Huizing, van Wijk, 2000).
 
 const MOST_GROUPS = 80; // boxes to choose from; the smaller ones share one
-const DOMINANT = 0.5; // a module with more of the whole is replaced by what is in it
+const DOMINANT = 0.35; // a module with more of the whole is replaced by what is in it
 const LEAST_SPLIT = 1600; // square pixels: smaller boxes are not divided
 
 function moduleTree(modules) {
@@ -124,9 +124,9 @@ class Treemap {
     const tools = element(place, "div", { class: "tools" });
     this.crumbs = element(tools, "nav", { class: "crumbs", "aria-label": "The module that is shown" });
     this.addSwitch(tools);
-    legend(place, Object.keys(memory.peak_components).filter((name) => memory.peak_components[name]));
+    this.legend = legend(place, Object.keys(memory.peak_components).filter((name) => memory.peak_components[name]));
     this.map = element(place, "div", { class: "map", role: "group", "aria-label": "Memory at the peak by module" });
-    this.map.addEventListener("pointermove", (event) => this.hover(event.target, event.clientX, event.clientY));
+    this.map.addEventListener("pointermove", (event) => this.hover(event.target, [event.clientX, event.clientY]));
     this.map.addEventListener("pointerleave", hideTooltip);
     this.map.addEventListener("focusin", (event) => this.focused(event.target));
     this.map.addEventListener("focusout", hideTooltip);
@@ -155,6 +155,7 @@ class Treemap {
     this.cells = new Map();
     this.map.replaceChildren();
     boxes.forEach((box, index) => this.drawGroup(box, index));
+    this.legend.hidden = !this.byComponent.checked;
     this.drawCrumbs();
   }
 
@@ -221,22 +222,21 @@ class Treemap {
   focused(group) {
     for (const each of this.groups.keys()) each.tabIndex = each === group ? 0 : -1;
     if (!group.matches(":focus-visible")) return;
-    const box = group.getBoundingClientRect();
-    this.tell(this.groups.get(group), box.left + box.width / 2, box.top + box.height / 2);
+    this.tell(this.groups.get(group), group);
   }
 
-  hover(target, x, y) {
+  hover(target, pointer) {
     const node = this.cells.get(target.closest(".cell")) ?? this.groups.get(target.closest(".group"));
-    if (node) this.tell(node, x, y);
+    if (node) this.tell(node, pointer);
     else hideTooltip();
   }
 
-  tell(node, x, y) {
+  tell(node, at) {
     const held = Object.entries(node.components).filter(([, size]) => size).sort((a, b) => b[1] - a[1]);
     const rows = held.map(([name, size]) => [name, sizeText(size), colourClass(name)]);
     rows.push(["together", `${sizeText(node.total)}, ${shareText(node.total / this.top.total)}`, ""]);
     if (node.kind) rows.push(["class", node.kind, ""]);
-    showTooltip(node.path || node.name, rows, x, y);
+    showTooltip(node.path || node.name, rows, at);
   }
 }
 
