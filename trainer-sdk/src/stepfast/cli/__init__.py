@@ -32,7 +32,7 @@ def main() -> None:
     def root() -> None:
         """Makes commands of a single registered function, too."""
 
-    for commands in ("stepfast.cli.checkpoints", "stepfast.cli.deepspeedconfig"):
+    for commands in ("stepfast.cli.checkpoints", "stepfast.cli.deepspeedconfig", "stepfast.cli.anatomy"):
         if find_spec(commands) is not None:
             import_module(commands).register(app)
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):

@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stepfast.terminal import printable
+
 _GAP = "  "
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
     """With lines around on a terminal that is wide enough; elsewhere aligned columns, one row a line, no tabs."""
-    cells = [[_printable(cell) for cell in row] for row in rows]
+    cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
     if title:
         typer.echo(title)
@@ -31,7 +33,3 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     for line in [list(columns), *cells]:
         padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True))
         typer.echo(_GAP.join(padded).rstrip())
-
-
-def _printable(cell: str) -> str:
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cell)

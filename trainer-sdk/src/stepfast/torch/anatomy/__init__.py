@@ -1,10 +1,12 @@
 """Where memory and time go in a training job: predicted without a device, or measured on one."""
 
 from stepfast.torch.anatomy.devices import DEVICES, Device
+from stepfast.torch.anatomy.html import html_report
 from stepfast.torch.anatomy.kernels import Attention
 from stepfast.torch.anatomy.parallel.plan import Parallel, Sharing
 from stepfast.torch.anatomy.prediction import TODAY, TORCH_1_10, Precision, Release, predict
 from stepfast.torch.anatomy.report import Report, from_json
+from stepfast.torch.anatomy.summary import print_gpu_utilization, print_summary, summary
 
 __all__ = [
     "DEVICES",
@@ -18,5 +20,9 @@ __all__ = [
     "Report",
     "Sharing",
     "from_json",
+    "html_report",
     "predict",
+    "print_gpu_utilization",
+    "print_summary",
+    "summary",
 ]

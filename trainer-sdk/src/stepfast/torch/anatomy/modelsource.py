@@ -41,8 +41,8 @@ class ModelSource:
 def model_source(text: str, *, task: str | None = None, sequence_length: int | None = None) -> ModelSource:
     """From `package.module:factory`, or a configuration of Transformers: a config.json, its folder, or as `gpt2`.
 
-    `task`: which head a configuration gets (default: the architecture that it names, else what its kind is trained for).
-    `sequence_length`: tokens of a batch's sequences. Raises AnatomyError.
+    `task`: which head a configuration gets (default: the architecture that it names, else what its kind is trained
+    for). `sequence_length`: tokens of a batch's sequences. Raises AnatomyError.
     """
     if ":" in text and not Path(text).exists():
         return ModelSource(name=text.partition(":")[2], model=imported(text, "--model"), batch=None)
@@ -87,7 +87,7 @@ def optimizer_source(text: str) -> OptimizerFunction:
     known: dict[str, OptimizerFunction] = {
         "adamw": torch.optim.AdamW,
         "adam": torch.optim.Adam,
-        "sgd": lambda parameters: torch.optim.SGD(parameters),
+        "sgd": torch.optim.SGD,
         "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
         "adafactor": torch.optim.Adafactor,
         "adamw8bit": _adamw8bit,

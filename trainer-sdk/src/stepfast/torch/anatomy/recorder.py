@@ -139,28 +139,30 @@ class Recorder(TorchDispatchMode):
         finally:
             self._is_paused = before
 
-    def adopt(self, component: Component, tensors: Iterable[torch.Tensor], *, origin: str) -> None:
+    def adopt(self, component: Component, tensors: Iterable[torch.Tensor], *, module: str | None = None) -> None:
         """Takes in tensors that were made unseen, in their order; the memory of those is for `component`."""
         for tensor in tensors:
             for storage in _storages(tensor):
                 if self._block(storage) is None:
-                    block = self._begin(storage, origin)
+                    block = self._begin(storage, component.value)
                     self.blocks[block].component = component
                     self._kept.add(block)
+                    self.blocks[block].module = module or ""
                     self.log.append(Adopt(block))
 
     def close(self) -> None:
         """Ends that come later are not recorded: what is still there stays there."""
         self._is_closed = True
 
-    def label(self, component: Component, tensors: Iterable[torch.Tensor]) -> None:
-        """Says what the memory of these tensors is for. Tensors that were not recorded are passed over."""
+    def label(self, component: Component, tensors: Iterable[torch.Tensor], *, module: str | None = None) -> None:
+        """Says what the memory of these tensors is for, and whose it is; others than recorded ones are passed over."""
         for tensor in tensors:
             for storage in _storages(tensor):
                 block = self._block(storage)
                 if block is not None:
                     self.blocks[block].component = component
                     self._kept.add(block)
+                    self.blocks[block].module = self.blocks[block].module if module is None else module
 
     def __enter__(self) -> Recorder:
         self._fake = active_fake_mode()

@@ -6,9 +6,11 @@ Sizes are bytes, times seconds, work FLOPs. `to_json` and `from_json` are each o
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 FORMAT = 1
 
@@ -73,6 +75,18 @@ class MemoryReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Roof:
+    """What the device does at most: FLOP/s in tensor contractions and in all else, and bytes/s of its memory.
+
+    Williams, Waterman, Patterson, "Roofline" (2009): an operation does at most min(FLOP/s, bytes/s · FLOP/byte).
+    """
+
+    contraction_flops: float
+    other_flops: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClassTime:
     """One class of operations in one phase of a step. `bound`: "compute" or "memory", its place under the roofline."""
 
@@ -91,6 +105,7 @@ class TimeReport:
 
     `is_bound`: the seconds are the device's roofline, so the least that it can take; else they were measured.
     `flops_utilisation`: model FLOPs a second by what the device does at most (MFU); None where that is not known.
+    `roof`: the device's, None where it is not known.
     """
 
     step_seconds: float
@@ -99,6 +114,7 @@ class TimeReport:
     flops_per_step: float
     flops_utilisation: float | None
     classes: Sequence[ClassTime]
+    roof: Roof | None = None
 
     @property
     def samples_per_second(self) -> float | None:
@@ -126,22 +142,45 @@ class Report:
 
 
 def from_json(text: str) -> Report:
-    """Raises ValueError when the text is no report of this format."""
+    """Raises ValueError, with the place, when the text is no report of this format."""
     try:
         document = json.loads(text)
-        if document.pop("format") != FORMAT:
-            raise ValueError("another format")
-        memory, time = document.pop("memory"), document.pop("time")
-        return Report(
-            **document,
-            memory=_memory(memory),
-            time=TimeReport(**{**time, "classes": tuple(ClassTime(**each) for each in time["classes"])}),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"no anatomy report: {error}") from error
+    if not isinstance(document, dict) or "format" not in document:
+        raise ValueError("no anatomy report: it has no format")
+    if document.pop("format") != FORMAT:
+        raise ValueError(f"an anatomy report of another release: its format is not {FORMAT}")
+    report: Report = _decoded(Report, document, "")
+    return report
 
 
-def _memory(document: dict[str, Any]) -> MemoryReport:
-    document["modules"] = tuple(ModuleMemory(**each) for each in document["modules"])
-    document["curve"] = tuple(CurvePoint(**each) for each in document["curve"])
-    return MemoryReport(**document)
+def _decoded(hint: Any, value: Any, place: str) -> Any:
+    """The value as what a field of a report holds. Raises ValueError where it is of another type."""
+    if is_dataclass(hint) and isinstance(value, dict):
+        return _decoded_fields(hint, value, place)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        kept = next(each for each in arguments if each is not NoneType)
+        return None if value is None else _decoded(kept, value, place)
+    if origin is Sequence and isinstance(value, list):
+        return tuple(_decoded(arguments[0], each, f"{place}[{index}]") for index, each in enumerate(value))
+    if origin is Mapping and isinstance(value, dict):
+        return {name: _decoded(arguments[1], each, f"{place}.{name}") for name, each in value.items()}
+    if hint is float and type(value) in {int, float} and math.isfinite(value):
+        return float(value)
+    if type(value) is hint and hint is not float:
+        return value
+    raise ValueError(f"no anatomy report: {place.removeprefix('.')} is not what it should be")
+
+
+def _decoded_fields(kind: Any, document: dict[str, Any], place: str) -> Any:
+    hints = get_type_hints(kind)
+    unknown = next((name for name in document if name not in hints), None)
+    if unknown is not None:
+        raise ValueError(f"no anatomy report: {f'{place}.{unknown}'.removeprefix('.')} is no field of it")
+    fields = {name: _decoded(hints[name], value, f"{place}.{name}") for name, value in document.items()}
+    try:
+        return kind(**fields)
+    except TypeError as error:  # one without a default is missing
+        raise ValueError(f"no anatomy report: {place.removeprefix('.') or 'it'} is not whole: {error}") from error

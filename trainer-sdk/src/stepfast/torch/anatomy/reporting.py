@@ -15,6 +15,7 @@ from stepfast.torch.anatomy.report import (
     MemoryReport,
     ModuleMemory,
     Report,
+    Roof,
     TimeReport,
 )
 from stepfast.torch.anatomy.timeline import Component, Moment, Timeline
@@ -90,9 +91,9 @@ def time_report(
     """Where time goes in one step."""
     sums = costs_by_class(calls, costs, step=step)
     seconds, flops = sum(each.seconds for each in sums), sum(each.flops for each in sums)
-    ridge = device.fp32_flops / device.bandwidth
     contracted = [costs.of(call) for call, _ in calls if call.step == step]
     peak_flops = max((cost.peak_flops(device) for cost in contracted if cost.flops), default=device.fp32_flops)
+    roof = Roof(contraction_flops=peak_flops, other_flops=device.fp32_flops, bandwidth=device.bandwidth)
     classes = tuple(
         ClassTime(
             kind=each.kind.value,
@@ -101,9 +102,7 @@ def time_report(
             flops=each.flops,
             moved_bytes=each.moved_bytes,
             seconds=each.seconds,
-            bound="compute"
-            if each.flops / max(each.moved_bytes, 1) > _ridge(each.kind, peak_flops, device, ridge)
-            else "memory",
+            bound="compute" if each.flops / max(each.moved_bytes, 1) > _ridge(each.kind, roof) else "memory",
         )
         for each in sums
     )
@@ -114,12 +113,13 @@ def time_report(
         flops_per_step=flops,
         flops_utilisation=flops / seconds / peak_flops if seconds else None,
         classes=classes,
+        roof=roof,
     )
 
 
-def _ridge(kind: OperationClass, peak_flops: float, device: Device, ridge: float) -> float:
+def _ridge(kind: OperationClass, roof: Roof) -> float:
     """FLOPs a byte from which on an operation is bound by arithmetic."""
-    return peak_flops / device.bandwidth if kind is OperationClass.CONTRACTION else ridge
+    return (roof.contraction_flops if kind is OperationClass.CONTRACTION else roof.other_flops) / roof.bandwidth
 
 
 def _is_used(component: Component, timeline: Timeline) -> bool:

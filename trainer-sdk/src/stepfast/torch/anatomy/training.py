@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -73,6 +73,14 @@ def batch_of(batch_fn: BatchFunction, batch_size: int | None) -> Any:
     return batch_fn(batch_size)
 
 
+class Holding(NamedTuple):
+    """What some tensors' memory is for, and whose: "" for no module's own, None where that is not known better."""
+
+    component: Component
+    tensors: Iterable[torch.Tensor]
+    module: str | None = None
+
+
 class Trainee(Protocol):
     """A model with its optimizer, as one rank trains them."""
 
@@ -86,7 +94,7 @@ class Trainee(Protocol):
     def release(self) -> None:
         """Lets go of gradients, as zero_grad does."""
 
-    def holdings(self) -> Iterator[tuple[Component, Iterable[torch.Tensor]]]:
+    def holdings(self) -> Iterator[Holding]:
         """What it holds now and what for. What is named twice is what it was named first."""
 
 
@@ -107,12 +115,21 @@ class PlainTrainee:
     def release(self) -> None:
         self._optimizer.zero_grad(set_to_none=not self._loop.keeps_gradients)
 
-    def holdings(self) -> Iterator[tuple[Component, Iterable[torch.Tensor]]]:
-        yield Component.WEIGHTS, self.module.parameters()
-        yield Component.BUFFERS, self.module.buffers()
-        yield Component.BUFFERS, _loose(self.module)
-        yield Component.GRADIENTS, (each.grad for each in self.module.parameters() if each.grad is not None)
-        yield Component.OPTIMIZER, (tensor for state in self._optimizer.state.values() for tensor in tensors_in(state))
+    def holdings(self) -> Iterator[Holding]:
+        owners: dict[torch.Tensor, str] = {}  # the module of each parameter: of a tied one the first
+        for name, parameter in self.module.named_parameters():
+            owners[parameter] = name.rpartition(".")[0]
+            yield Holding(Component.WEIGHTS, [parameter], owners[parameter])
+        for name, buffer in self.module.named_buffers():
+            yield Holding(Component.BUFFERS, [buffer], name.rpartition(".")[0])
+        for name, module in self.module.named_modules():
+            loose = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+            yield Holding(Component.BUFFERS, loose, name)
+        for trained, owner in owners.items():
+            if trained.grad is not None:
+                yield Holding(Component.GRADIENTS, [trained.grad], owner)
+        for trained, state in self._optimizer.state.items():
+            yield Holding(Component.OPTIMIZER, tensors_in(state), owners.get(trained, ""))
 
 
 class RecordedTraining:
@@ -133,14 +150,14 @@ class RecordedTraining:
     def run(self, trainee: Trainee, make_batch: Callable[[], Any]) -> None:
         """Names live as long as in a plain loop: a batch and its loss until the next ones take their place."""
         phase = self._recorder.phase
-        for component, tensors in trainee.holdings():
-            self._recorder.adopt(component, tensors, origin=component.value)
+        for component, tensors, module in trainee.holdings():
+            self._recorder.adopt(component, tensors, module=module)
         for step in range(1, self._loop.steps + 1):
             for _ in range(self._loop.accumulation_steps):
                 with phase(Phase.SETUP, step):
                     with self._recorder.paused():  # on the host, by a data loader
                         batch = make_batch()
-                    self._recorder.adopt(Component.INPUTS, tensors_in(batch), origin="batch")
+                    self._recorder.adopt(Component.INPUTS, tensors_in(batch))
                 with phase(Phase.FORWARD, step):
                     with self._cast():
                         loss = self._loss_fn(trainee.module, batch)
@@ -156,16 +173,10 @@ class RecordedTraining:
                 trainee.release()
 
     def _label(self, trainee: Trainee) -> None:
-        for component, tensors in trainee.holdings():
-            self._recorder.label(component, tensors)
+        for component, tensors, module in trainee.holdings():
+            self._recorder.label(component, tensors, module=module)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors of nested tuples, lists and mappings, in their order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _loose(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that modules hold as plain attributes."""
-    for each in module.modules():
-        yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor))

@@ -6,14 +6,14 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from stepfast.torch.anatomy.timeline import Component
-from stepfast.torch.anatomy.training import Loop, PlainTrainee
+from stepfast.torch.anatomy.training import Holding, Loop, PlainTrainee
 
 _FIRST_BUCKET_BYTES = 1 << 20  # smaller than the others, so that the first reduction starts early
 
@@ -66,6 +66,6 @@ class ReplicatedTrainee(PlainTrainee):
                 if parameter.grad is not None:
                     parameter.grad.copy_(place)
 
-    def holdings(self) -> Iterator[tuple[Component, Iterable[torch.Tensor]]]:
-        yield Component.GRADIENTS if self._in_buckets else Component.COMMUNICATION, self._buckets
+    def holdings(self) -> Iterator[Holding]:
+        yield Holding(Component.GRADIENTS if self._in_buckets else Component.COMMUNICATION, self._buckets)
         yield from super().holdings()

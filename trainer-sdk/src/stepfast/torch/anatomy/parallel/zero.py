@@ -20,7 +20,7 @@ from torch import nn
 
 from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy.timeline import Component
-from stepfast.torch.anatomy.training import tensors_in
+from stepfast.torch.anatomy.training import Holding, tensors_in
 
 _RANK = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "DS_ACCELERATOR": "cpu"}
 
@@ -55,21 +55,21 @@ class ZeroTrainee:
     def release(self) -> None:
         """The engine's step has done so."""
 
-    def holdings(self) -> Iterator[tuple[Component, Iterable[torch.Tensor]]]:
+    def holdings(self) -> Iterator[Holding]:
         zero = self._engine.optimizer
         inner = getattr(zero, "optimizer", zero)
         masters = [
             *(getattr(zero, "single_partition_of_fp32_groups", None) or ()),
             *(getattr(zero, "fp32_partitioned_groups_flat", None) or ()),
         ]
-        yield Component.WEIGHTS, self._weights()
-        yield Component.WEIGHTS, getattr(zero, "bit16_groups_flat", None) or ()
-        yield Component.BUFFERS, self._engine.module.buffers()
+        yield Holding(Component.WEIGHTS, self._weights())
+        yield Holding(Component.WEIGHTS, getattr(zero, "bit16_groups_flat", None) or ())
+        yield Holding(Component.BUFFERS, self._engine.module.buffers())
         # ZeRO's paper counts the weights in fp32 that the optimizer works on among its states.
-        yield Component.OPTIMIZER, masters
-        yield Component.OPTIMIZER, (each for state in inner.state.values() for each in tensors_in(state))
-        yield Component.GRADIENTS, self._gradients(zero, masters)
-        yield Component.COMMUNICATION, _buckets(zero)
+        yield Holding(Component.OPTIMIZER, masters)
+        yield Holding(Component.OPTIMIZER, (each for state in inner.state.values() for each in tensors_in(state)))
+        yield Holding(Component.GRADIENTS, self._gradients(zero, masters))
+        yield Holding(Component.COMMUNICATION, _buckets(zero))
 
     def _weights(self) -> Iterator[torch.Tensor]:
         for parameter in self._engine.module.parameters():
