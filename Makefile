@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 
-.PHONY: venv demo test test-cluster programs images check lint bench bench-core bench-quick bench-frameworks simulate bench-cluster chaos constraints crds protos reference clean
+.PHONY: venv demo test test-cluster programs images check lint bench bench-core bench-quick bench-frameworks bench-anatomy simulate bench-cluster chaos constraints crds protos reference clean
 
 venv: $(READY)
 
@@ -72,6 +72,10 @@ bench-quick: venv
 # What a save costs in each framework, beside its own ways; written to docs/bench-frameworks.md.
 bench-frameworks: venv
 	$(BIN)/python -m benchmarks.frameworks
+
+# What estimates of a step's memory are worth, beside the allocator's own peak; written to docs/bench-anatomy.md.
+bench-anatomy: venv
+	$(BIN)/python -m benchmarks.anatomy
 
 # Goodput of intervals under failure traces, and the traffic of 1,000 and 10,000 nodes: simulated.
 simulate: venv

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-sys.path.insert(0, str(Path(__file__).parent))
-from cpumemory import STEP, allocator_peaks_bytes
-from families import WIDE_GPT, Family
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+from benchmarks.anatomy.cpumemory import STEP, allocator_peaks_bytes  # noqa: E402
+
+from families import WIDE_GPT, Family  # noqa: E402 - it is found by the path above
 
 BATCH_SIZE = 32
 STEPS = 3

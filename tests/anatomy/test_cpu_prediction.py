@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.anatomy.cpumemory import allocator_peak_bytes
 
-from cpumemory import allocator_peak_bytes
 from families import FAMILIES, Family
 from stepfast.torch.anatomy import predict
 

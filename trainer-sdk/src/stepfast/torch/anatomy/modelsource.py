@@ -124,12 +124,16 @@ def _configuration(text: str) -> Any:
     else:
         kind, values = text, {}
     try:
-        return AutoConfig.for_model(kind, **values)
+        configuration = AutoConfig.for_model(kind, **values)
     except ValueError as error:
         raise AnatomyError(
             f"--model {text}: no file, and no kind of model that Transformers knows (as bert, gpt2, vit, t5). Names of "
             "the hub would have to be downloaded: save the configuration and name its file"
         ) from error
+    if configuration.is_encoder_decoder and getattr(configuration, "decoder_start_token_id", None) is None:
+        # A kind's defaults leave open what every published configuration says; no training begins without it.
+        configuration.decoder_start_token_id = configuration.pad_token_id or 0
+    return configuration
 
 
 def _maker(configuration: Any, task: str | None) -> ModelFunction:

@@ -37,7 +37,7 @@ def _totals(work: Callable[[], object]) -> tuple[list[tuple[int, int]], list[tup
         work()
     changes: list[tuple[int, int, int]] = []
     steps: list[tuple[int, int]] = []
-    _collect(session.profiler.kineto_results.experimental_event_tree(), changes, steps)  # type: ignore[union-attr]
+    _collect(session.profiler.kineto_results.experimental_event_tree(), changes, steps)
     living: dict[int, int] = {}
     totals: list[tuple[int, int]] = []
     total = 0
