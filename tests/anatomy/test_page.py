@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from math import log
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from anatomyreports import (
     too_large,
     without_limit,
 )
-from browser import Browser
+from browser import Browser, running_browser
+from stepfast.sizes import size_text
 from stepfast.torch.anatomy import Report
 
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -139,6 +141,12 @@ def test_curve_has_an_area_for_each_component_and_marks_the_peak_at_its_height(
     assert (bottom - top) * bytes_a_pixel == pytest.approx(memory.context_bytes + memory.peak_bytes, rel=0.01)
     (reserved,) = browser.boxes("#curve .reserved")
     assert (bottom - reserved["y"]) * bytes_a_pixel == pytest.approx(memory.occupied_bytes, rel=0.015)
+
+
+def test_charts_round_sizes_as_the_tables_do(browser: Browser, predicted: Report) -> None:
+    browser.open(predicted)
+    for size in (0, 1, 1023, 1024, *(1024 * quarters // 4 for quarters in range(4, 80)), 7 * 1024**3 + 3):
+        assert browser.ask("return sizeText(arguments[0])", size) == size_text(size)
 
 
 def test_curve_marks_the_phases_of_each_step_on_its_axis(browser: Browser, predicted: Report) -> None:
@@ -331,3 +339,13 @@ def test_tables_say_what_the_charts_show(browser: Browser, predicted: Report) ->
         assert browser.all(f'[role=region][aria-label="{label}"] tbody tr'), label
     rows = browser.all('[aria-label="Operation classes of one step"] tbody tr')
     assert len(rows) == len(predicted.time.classes)
+
+
+@pytest.mark.parametrize(("ci", "ends"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
+def test_machine_without_a_browser_skips_loudly_and_fails_in_ci(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ci: str, ends: type[Exception]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(ends, match="NOT TESTED HERE"), running_browser(tmp_path):
+        pass

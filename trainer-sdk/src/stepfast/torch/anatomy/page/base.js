@@ -19,7 +19,10 @@ function sizeText(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
   for (; bytes >= 1024 && unit < units.length - 1; unit++) bytes /= 1024;
-  return `${bytes.toFixed(unit ? 1 : 0)} ${units[unit]}`;
+  if (!unit) return `${bytes} B`;
+  const tenths = bytes * 10;
+  const even = tenths % 1 === 0.5 ? 2 * Math.round(tenths / 2) : Math.round(tenths); // as in the page's tables
+  return `${(even / 10).toFixed(1)} ${units[unit]}`;
 }
 
 function secondsText(seconds) {
