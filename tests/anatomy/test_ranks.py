@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import BertConfig, BertForMaskedLM
 
 from families import WIDE_GPT
 from rank import BATCH_SIZE, STEPS, ZERO
+from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy import Parallel, Sharing, predict
 
 RANK = Path(__file__).with_name("rank.py")
@@ -74,3 +76,33 @@ def test_more_ranks_hold_less_of_what_they_share() -> None:
         return report.memory.component_peaks["optimizer"]
 
     assert states(64) == pytest.approx(states(2) / 32, rel=0.02)
+
+
+def test_tied_weights_are_sharded_with_the_root() -> None:
+    config = BertConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vocab_size=999
+    )
+    report = predict(
+        lambda: BertForMaskedLM(config),
+        torch.optim.AdamW,
+        lambda: {"input_ids": (words := torch.randint(0, 999, (2, 16))), "labels": words},
+        parallel="fsdp2:4",
+    )
+    assert report.memory.component_peaks["optimizer"] < 8 * report.parameters / 4 * 1.05
+
+
+def test_a_unit_that_the_model_has_not_is_refused() -> None:
+    with pytest.raises(AnatomyError, match="units: GPT2LMHeadModel has no module of class Nothing"):
+        predict(
+            WIDE_GPT.model,
+            torch.optim.AdamW,
+            WIDE_GPT.batch,
+            batch_size=1,
+            parallel=Parallel(sharing=Sharing.FSDP2, world_size=2, units=("Nothing",)),
+        )
+
+
+@pytest.mark.parametrize("text", ["", "fsdp2", "fsdp2:", "fsdp2:0", "tensor:4", "none:2", "zero3:-1"])
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(AnatomyError, match="parallel: "):
+        predict(WIDE_GPT.model, torch.optim.AdamW, WIDE_GPT.batch, batch_size=1, parallel=text)

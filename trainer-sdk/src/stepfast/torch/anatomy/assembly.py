@@ -70,6 +70,7 @@ class _Assembly:
                 continue
             if piece.made is None:
                 block = len(self._blocks)
+                assert piece.size_bytes is not None
                 self._blocks.append(
                     Block(
                         piece.size_bytes, Component.TEMPORARY, call.module, _workspace_of(call), call.phase, call.step
@@ -77,7 +78,8 @@ class _Assembly:
                 )
             else:
                 block = call.made[piece.made]
-                self._blocks[block].size_bytes = piece.size_bytes  # the kernel knows better than its stand-in
+                if piece.size_bytes is not None:
+                    self._blocks[block].size_bytes = piece.size_bytes  # the kernel knows better than its stand-in
             taken[piece.ordinal] = block
             self._change(block, True, call.phase, call.step)
 

@@ -9,6 +9,8 @@ from stepfast.errors import AnatomyError
 _MIB = 1 << 20
 _TERA = 10**12
 _GIGA = 10**9
+_CUBLAS = 2 * 4096 * 1024 + 8 * 16 * 1024  # CUBLAS_WORKSPACE_CONFIG as torch sets it: :4096:2:16:8 …
+_CUBLAS_HOPPER = 8 * 4096 * 1024  # … and from compute capability 9.0 on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,7 @@ class Device:
     `memory_bytes`: what nvidia-smi shows as total (None: not limited). `context_bytes`: what a process takes for CUDA
     itself before it has a tensor. Peaks in FLOP/s: `fp32_flops` outside of tensor cores, `matmul_fp32_flops` where fp32
     products may use them (TF32), `half_flops` for fp16 and bf16. `bandwidth`: bytes/s of its memory.
+    `cublas_workspace_bytes`: what torch gives cuBLAS for each thread that multiplies.
     """
 
     name: str
@@ -28,6 +31,7 @@ class Device:
     tf32_flops: float
     half_flops: float
     bandwidth: float
+    cublas_workspace_bytes: int = 0
 
 
 def _cuda(  # noqa: PLR0917 - a row of the table below
@@ -38,10 +42,13 @@ def _cuda(  # noqa: PLR0917 - a row of the table below
     half: float,
     gigabytes_s: float,
     context_mib: int = 520,
+    *,
+    is_hopper: bool = False,
 ) -> Device:
     return Device(
         name=name, is_cuda=True, memory_bytes=memory_mib * _MIB, context_bytes=context_mib * _MIB,
         fp32_flops=fp32 * _TERA, tf32_flops=tf32 * _TERA, half_flops=half * _TERA, bandwidth=gigabytes_s * _GIGA,
+        cublas_workspace_bytes=_CUBLAS_HOPPER if is_hopper else _CUBLAS,
     )  # fmt: skip
 
 
@@ -64,9 +71,9 @@ DEVICES: dict[str, Device] = {
         _cuda("rtx-4090", 24564, 82.6, 82.6, 165, 1008),
         _cuda("a100-40gb", 40960, 19.5, 156, 312, 1555),
         _cuda("a100-80gb", 81920, 19.5, 156, 312, 2039),
-        _cuda("h100-80gb", 81559, 67, 494, 989, 3350),
-        _cuda("h200-141gb", 143771, 67, 494, 989, 4800),
-        _cuda("b200-180gb", 183359, 80, 1100, 2250, 8000),
+        _cuda("h100-80gb", 81559, 67, 494, 989, 3350, is_hopper=True),
+        _cuda("h200-141gb", 143771, 67, 494, 989, 4800, is_hopper=True),
+        _cuda("b200-180gb", 183359, 80, 1100, 2250, 8000, is_hopper=True),
     )
 }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy.report import Report
 
+_LINES = 16  # predictions until the line is given up
 _MOST = 1 << 20  # samples: nobody trains with more on one device
 
 
@@ -40,24 +41,31 @@ def largest_batch(report_of: Callable[[int], Report]) -> LargestBatch:
 
     if not fits(1):
         return LargestBatch(batch_size=0, reports=reports)
-    low, high, guess = 1, _MOST + 1, 2
+    low, high, guess, reach = 1, _MOST + 1, 2, 1
     while high - low > 1:
         if fits(guess):
             low = guess
         else:
             high = guess
-        # The line is right or nearly so; where it is not, halving comes to an end.
-        is_asked = len(reports) < 8
-        guess = min(max(_on_the_line(reports) if is_asked else (low + high) // 2, low + 1), high - 1)
+        guess = _on_the_line(reports)
+        if len(reports) > _LINES:
+            guess = (low + high) // 2  # memory is no line here, but what is between them gets less
+        elif not low < guess < high:
+            # The line ends where an answer is known: one more is asked beside it, then two, then four.
+            guess = low + reach if guess <= low else high - reach
+            reach *= 2
+        guess = min(max(guess, low + 1), high - 1)
     return LargestBatch(batch_size=low, reports=reports)
 
 
 def _on_the_line(reports: dict[int, Report]) -> int:
-    """Where the line through the two largest batches reaches the limit."""
-    first, second = sorted(reports)[-2:]
-    memory = reports[second].memory
-    assert memory.limit_bytes is not None
-    slope = (memory.occupied_bytes - reports[first].memory.occupied_bytes) / (second - first)
-    if slope <= 0:
-        return second * 2
-    return int(second + (memory.limit_bytes - memory.occupied_bytes) / slope)
+    """Where the line through the two batches whose memory is nearest to the limit reaches it."""
+
+    def beyond(batch_size: int) -> int:
+        memory = reports[batch_size].memory
+        assert memory.limit_bytes is not None
+        return memory.occupied_bytes - memory.limit_bytes
+
+    first, second = sorted(sorted(reports, key=lambda batch_size: abs(beyond(batch_size)))[:2])
+    slope = (beyond(second) - beyond(first)) / (second - first)
+    return int(second - beyond(second) / slope) if slope > 0 else second * 2

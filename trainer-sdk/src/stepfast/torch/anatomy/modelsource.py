@@ -19,12 +19,13 @@ import torch
 from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy.training import BatchFunction, ModelFunction, OptimizerFunction
 
+# In the order in which a kind of model is taken for what it is trained for first.
 _TASKS = {
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
     "image-classification": "AutoModelForImageClassification",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "causal-lm": "AutoModelForCausalLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
 }
 _SEQUENCE_LENGTH = 512
 

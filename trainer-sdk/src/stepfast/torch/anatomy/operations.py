@@ -43,11 +43,12 @@ _NORMALISATION_FLOPS: dict[str, float] = {
     "aten::cudnn_batch_norm": 7, "aten::cudnn_batch_norm_backward": 11,
     "aten::_fused_rms_norm": 5, "aten::_fused_rms_norm_backward": 9,
 }  # fmt: skip
+_FOREACH = "aten::_foreach_"
 _REDUCTIONS = frozenset(
     f"aten::{name}"
     for name in (
         *("sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "logsumexp", "linalg_vector_norm"),
-        *("norm", "cumsum", "nll_loss_forward", "_foreach_norm"),
+        *("norm", "cumsum", "nll_loss_forward"),
     )
 )
 _MOVES = frozenset(
@@ -162,6 +163,8 @@ def _flops(call: Call) -> tuple[float, OperationClass]:
         flops = formula(*args, **kwargs, out_val=results[0] if len(results) == 1 else results)
         return float(flops), OperationClass.CONTRACTION
     name = operator._schema.name
+    if name.startswith(_FOREACH):
+        return _foreach_flops(call, name)
     elements = max((math.prod(shape.size) for shape in call.outputs), default=0)
     given = max((math.prod(leaf.size) for leaf in call.signature.leaves if isinstance(leaf, TensorShape)), default=0)
     if name in _NORMALISATION_FLOPS:
@@ -169,6 +172,21 @@ def _flops(call: Call) -> tuple[float, OperationClass]:
     if name in _REDUCTIONS:
         return float(given), OperationClass.NORMALISATION
     return 0.0 if name in _MOVES else float(elements), OperationClass.ELEMENT_WISE
+
+
+def class_of(call: Call) -> OperationClass:
+    """The class of a call's operation."""
+    return _flops(call)[1]
+
+
+def _foreach_flops(call: Call, name: str) -> tuple[float, OperationClass]:
+    """One operation on each tensor of the first list."""
+    args, _ = tree_unflatten(list(call.signature.leaves), call.signature.spec)
+    elements = float(sum(math.prod(shape.size) for shape in args[0]))
+    if f"aten::{name.removeprefix(_FOREACH)}" in _REDUCTIONS:
+        return elements, OperationClass.NORMALISATION
+    is_move = f"aten::{name.removeprefix(_FOREACH)}" in _MOVES
+    return 0.0 if is_move else elements, OperationClass.ELEMENT_WISE
 
 
 def _contraction(operator: torch._ops.OpOverload[Any, Any]) -> Callable[..., Any] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy.allocator import Reservation, reserve
 from stepfast.torch.anatomy.assembly import Assembled, assemble
+from stepfast.torch.anatomy.cudaworkspaces import CudaWorkspaces
 from stepfast.torch.anatomy.devices import Device, device_named
 from stepfast.torch.anatomy.fakes import fake_tensors
 from stepfast.torch.anatomy.kernels import Attention, CpuKernels, CudaKernels
@@ -40,7 +41,7 @@ from stepfast.torch.anatomy.training import (
     batch_of,
     model_loss,
 )
-from stepfast.torch.anatomy.workspaces import AskedWorkspaces, NoWorkspaces
+from stepfast.torch.anatomy.workspaces import AskedWorkspaces, Workspaces
 
 
 class Precision(StrEnum):
@@ -58,11 +59,12 @@ class Release:
 
     keeps_gradients: bool = False  # zero_grad() filled gradients with zeros up to 1.13
     softmax_keeps_input: bool = False  # up to 1.10
+    has_cublas_workspace: bool = True  # given to cuBLAS by torch, not taken by itself, since 1.11
     has_foreach: bool = True  # optimizers step all parameters at once on CUDA since 1.13
 
 
 TODAY = Release()
-TORCH_1_10 = Release(keeps_gradients=True, softmax_keeps_input=True, has_foreach=False)
+TORCH_1_10 = Release(keeps_gradients=True, softmax_keeps_input=True, has_cublas_workspace=False, has_foreach=False)
 
 Checkpointed = bool | Callable[[nn.Module], bool]
 
@@ -187,14 +189,20 @@ def simulate(
         training.run(trainee, make_batch)
         recorder.close()
         del trainee, training, model
-    workspaces = NoWorkspaces() if setting.device.is_cuda else AskedWorkspaces()
-    assembled = assemble(recorder, workspaces, costs.seconds_on(setting.device))
+    assembled = assemble(recorder, _workspaces(setting), costs.seconds_on(setting.device))
     return Simulation(
         assembled=assembled,
         reservation=_reservation(assembled.timeline, setting.device),
         costs=costs,
         **facts,
     )
+
+
+def _workspaces(setting: Setting) -> Workspaces:
+    if not setting.device.is_cuda:
+        return AskedWorkspaces()
+    device = setting.device
+    return CudaWorkspaces(device if setting.release.has_cublas_workspace else replace(device, cublas_workspace_bytes=0))
 
 
 def _reservation(timeline: Timeline, device: Device) -> Reservation | None:

@@ -30,10 +30,11 @@ class Piece:
     """A kernel takes memory (`is_birth`) or gives back what it took as its `ordinal`-th piece.
 
     `made` is the number of the result that lies there, among the storages that the call makes; None for a workspace.
+    `size_bytes` None: as large as the result.
     """
 
     ordinal: int
-    size_bytes: int
+    size_bytes: int | None
     is_birth: bool
     made: int | None
 
@@ -50,14 +51,6 @@ class Workspaces(Protocol):
     """Knows what happens within a call. None: nothing but its results."""
 
     def of(self, call: Call) -> KernelRun | None: ...
-
-
-class NoWorkspaces:
-    """Results only."""
-
-    def of(self, call: Call) -> KernelRun | None:
-        del call
-        return None
 
 
 class AskedWorkspaces:

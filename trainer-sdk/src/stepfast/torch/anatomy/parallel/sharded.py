@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,13 +24,24 @@ def shard(model: nn.Module, plan: Parallel, mesh: DeviceMesh, compute: torch.dty
 
 
 def _units(model: nn.Module, plan: Parallel) -> list[nn.Module]:
-    named = set(plan.units) or set(getattr(model, "_no_split_modules", None) or ())
-    if named:
-        units = [module for module in model.modules() if type(module).__name__ in named]
-        if not units and plan.units:
-            raise AnatomyError(f"units: {type(model).__name__} has no module of class {', '.join(sorted(named))}")
-        if units:
-            return units
+    if plan.units:
+        units = [module for module in model.modules() if type(module).__name__ in plan.units]
+        if not units:
+            raise AnatomyError(f"units: {type(model).__name__} has no module of class {', '.join(plan.units)}")
+        return units
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    units = [module for module in model.modules() if type(module).__name__ in named] or _members_of_lists(model)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return [unit for unit in units if not _shares(unit, uses)]
+
+
+def _members_of_lists(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inner = {id(module) for each in lists for member in each for module in member.modules() if module is not member}
     return [member for each in lists if id(each) not in inner for member in each]
+
+
+def _shares(unit: nn.Module, uses: Counter[int]) -> bool:
+    """Whether a weight of the unit is tied to one outside: such ones are left to the root, where all of them are."""
+    within = Counter(id(parameter) for _, parameter in unit.named_parameters(remove_duplicate=False))
+    return any(uses[parameter] > count for parameter, count in within.items())

@@ -1,0 +1,99 @@
+"""`stepfast anatomy predict`, as it is called."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = {
+    "model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128,
+    "vocab_size": 1000,
+}  # fmt: skip
+MODULE = """
+import torch
+
+def net():
+    return torch.nn.Linear(512, 512)
+
+def batch(count):
+    return torch.randn(count, 512)
+
+def loss(model, batch):
+    return model(batch).sum()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (tmp_path / "my_model.py").write_text(MODULE, encoding="utf-8")
+    return tmp_path
+
+
+def stepfast(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stepfast.cli", "anatomy", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_a_configuration_is_predicted_and_its_report_kept(folder: Path) -> None:
+    ran = stepfast(
+        folder, "predict", "--model", "config.json", "--batch-size", "4", "--precision", "bf16-mixed",
+        "--out", "report.json", "--html", "report.html",
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert report["settings"]["batch size"] == "4"
+    assert report["memory"]["peak_bytes"] > 0
+    assert "<html" in (folder / "report.html").read_text(encoding="utf-8")
+    shown = stepfast(folder, "report", "report.json")
+    assert shown.returncode == 0, shown.stderr
+    assert "bf16-mixed" in shown.stdout
+
+
+def test_functions_are_predicted_for_a_device_of_a_size_of_ones_own(folder: Path) -> None:
+    functions = ("--model", "my_model:net", "--batch", "my_model:batch", "--loss", "my_model:loss")
+    ran = stepfast(folder, "predict", *functions, "--memory", "600MiB", "--largest-batch", "--json")
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["memory"]["limit_bytes"] == 600 * 2**20
+    assert f"largest batch that fits: {report['settings']['batch size']} samples" in ran.stderr
+
+
+def test_one_rank_of_several_is_predicted(folder: Path) -> None:
+    alone = json.loads(stepfast(folder, "predict", "--model", "config.json", "--json").stdout)
+    shared = json.loads(stepfast(folder, "predict", "--model", "config.json", "--json", "--parallel", "fsdp2:8").stdout)
+    assert shared["memory"]["component_peaks"]["optimizer"] < alone["memory"]["component_peaks"]["optimizer"] / 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "nothing.json"), "no file, and no kind of model"),
+        (("--model", "my_model:net"), "name one that makes a batch, too, with --batch"),
+        (("--model", "config.json", "--device", "abacus"), "no device is known as 'abacus'; known: cpu, v100-16gb"),
+        (("--model", "config.json", "--memory", "lots"), "--memory lots: no size, as 24GiB"),
+        (("--model", "config.json", "--precision", "int3"), "precision: 'int3' is none of fp32"),
+        (("--model", "config.json", "--parallel", "tensor:8"), "parallel: 'tensor:8' is no KIND:RANKS"),
+        (("--model", "config.json", "--optimizer", "magic"), "--optimizer magic: none of adamw"),
+    ],
+)
+def test_a_wrong_option_is_told_in_one_line(folder: Path, arguments: tuple[str, ...], says: str) -> None:
+    ran = stepfast(folder, "predict", *arguments)
+    assert ran.returncode == 1
+    assert says in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
+
+
+def test_a_file_is_not_replaced_unless_that_is_asked_for(folder: Path) -> None:
+    (folder / "report.json").write_text("mine", encoding="utf-8")
+    command = ("predict", "--model", "config.json", "--out", "report.json")
+    assert stepfast(folder, *command).returncode != 0
+    assert (folder / "report.json").read_text(encoding="utf-8") == "mine"
+    assert stepfast(folder, *command, "--force").returncode == 0
