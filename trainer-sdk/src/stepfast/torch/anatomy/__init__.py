@@ -3,9 +3,11 @@
 from stepfast.torch.anatomy.devices import DEVICES, Device
 from stepfast.torch.anatomy.html import html_report
 from stepfast.torch.anatomy.kernels import Attention
+from stepfast.torch.anatomy.live import measure
 from stepfast.torch.anatomy.parallel.plan import Parallel, Sharing
-from stepfast.torch.anatomy.prediction import TODAY, TORCH_1_10, Precision, Release, predict
+from stepfast.torch.anatomy.prediction import predict
 from stepfast.torch.anatomy.report import Report, from_json
+from stepfast.torch.anatomy.setting import TODAY, TORCH_1_10, Precision, Release
 from stepfast.torch.anatomy.summary import print_gpu_utilization, print_summary, summary
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "Sharing",
     "from_json",
     "html_report",
+    "measure",
     "predict",
     "print_gpu_utilization",
     "print_summary",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from stepfast.errors import AnatomyError
 
@@ -84,3 +85,27 @@ def device_named(name: str) -> Device:
     if found is None:
         raise AnatomyError(f"no device is known as {name!r}; known: {', '.join(DEVICES)}")
     return found
+
+
+def device_called(name: str, memory_bytes: int) -> Device:
+    """The device that the driver calls by this name, as "NVIDIA A100-SXM4-80GB", told apart by memory where names are
+    alike.
+
+    One that is not known is taken for CUDA's slowest here, by its own name: its times mean little, its memory all.
+    """
+    words = name.lower().replace("-", " ").split()
+    alike = [device for device in DEVICES.values() if device.is_cuda and _model(device.name) in _joined(words)]
+    if not alike:
+        return replace(DEVICES["t4"], name=name, memory_bytes=memory_bytes)
+    return min(alike, key=lambda device: abs((device.memory_bytes or 0) - memory_bytes))
+
+
+def _model(name: str) -> str:
+    """`a100-80gb` is an `a100`, `rtx-4090` an `rtx 4090`."""
+    parts = name.split("-")
+    return " ".join(part for part in parts if not part.endswith("gb"))
+
+
+def _joined(words: list[str]) -> set[str]:
+    """Each word, and each pair of neighbours."""
+    return {*words, *(" ".join(pair) for pair in pairwise(words))}

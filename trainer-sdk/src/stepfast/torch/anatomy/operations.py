@@ -145,7 +145,9 @@ def _cost(call: Call) -> Cost:
     operator = call.signature.operator
     given = [leaf for leaf in call.signature.leaves if isinstance(leaf, TensorShape)]
     shapes = (*given, *call.outputs)
-    is_view = not call.made and not operator._schema.is_mutable
+    # A number that kernels.py keeps as a tensor is made by torch without any operation.
+    is_number = operator is _aten.scalar_tensor.default
+    is_view = is_number or (not call.made and not operator._schema.is_mutable)
     moved = 0 if is_view else sum(map(_bytes, shapes))
     flops, kind = _flops(call)
     floats = [shape.dtype for shape in shapes if shape.dtype.is_floating_point]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 
 from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy.allocator import Reservation, reserve
-from stepfast.torch.anatomy.assembly import Assembled, assemble
+from stepfast.torch.anatomy.assembly import assemble
 from stepfast.torch.anatomy.cudaworkspaces import CudaWorkspaces
 from stepfast.torch.anatomy.devices import Device, device_named
 from stepfast.torch.anatomy.fakes import fake_tensors
@@ -30,6 +29,19 @@ from stepfast.torch.anatomy.parallel.trainees import Rank
 from stepfast.torch.anatomy.parallel.world import imagined_world
 from stepfast.torch.anatomy.recorder import Recorder
 from stepfast.torch.anatomy.report import Report
+from stepfast.torch.anatomy.reporting import report_of
+from stepfast.torch.anatomy.setting import (
+    TODAY,
+    Checkpointed,
+    Precision,
+    Release,
+    Run,
+    Setting,
+    choice,
+    facts_of,
+    prepared_model,
+    prepared_optimizer,
+)
 from stepfast.torch.anatomy.timeline import Timeline
 from stepfast.torch.anatomy.training import (
     BatchFunction,
@@ -42,44 +54,6 @@ from stepfast.torch.anatomy.training import (
     model_loss,
 )
 from stepfast.torch.anatomy.workspaces import AskedWorkspaces, Workspaces
-
-
-class Precision(StrEnum):
-    """What weights are kept in, and what autocast computes in."""
-
-    FP32 = "fp32"
-    BF16_MIXED = "bf16-mixed"
-    FP16_MIXED = "fp16-mixed"
-    BF16 = "bf16"  # weights, gradients and optimizer states, too
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
-    """What torch did at the time of a release, where that changes what a step holds."""
-
-    keeps_gradients: bool = False  # zero_grad() filled gradients with zeros up to 1.13
-    softmax_keeps_input: bool = False  # up to 1.10
-    has_cublas_workspace: bool = True  # given to cuBLAS by torch, not taken by itself, since 1.11
-    has_foreach: bool = True  # optimizers step all parameters at once on CUDA since 1.13
-
-
-TODAY = Release()
-TORCH_1_10 = Release(keeps_gradients=True, softmax_keeps_input=True, has_cublas_workspace=False, has_foreach=False)
-
-Checkpointed = bool | Callable[[nn.Module], bool]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """How the step is run. See `predict`."""
-
-    device: Device
-    precision: Precision = Precision.FP32
-    attention: Attention = Attention.AUTO
-    checkpointing: Checkpointed = False
-    parallel: Parallel = field(default_factory=Parallel)
-    loop: Loop = field(default_factory=Loop)
-    release: Release = TODAY
 
 
 def predict(
@@ -114,14 +88,12 @@ def predict(
 
     Raises AnatomyError where a step cannot be predicted, with what to change.
     """
-    from stepfast.torch.anatomy.reporting import predicted_report
-
     if steps < 1 or accumulation_steps < 1:
         raise AnatomyError("steps and accumulation_steps are at least 1")
     setting = Setting(
         device=device if isinstance(device, Device) else device_named(device),
-        precision=_choice(Precision, precision, "precision"),
-        attention=_choice(Attention, attention, "attention"),
+        precision=choice(Precision, precision, "precision"),
+        attention=choice(Attention, attention, "attention"),
         checkpointing=checkpointing,
         parallel=parallel if isinstance(parallel, Parallel) else parallel_from(parallel),
         loop=Loop(
@@ -132,21 +104,8 @@ def predict(
         ),
         release=release,
     )
-    simulation = simulate(model_fn, optimizer_fn, partial(batch_of, batch_fn, batch_size), loss_fn, setting)
-    return predicted_report(simulation, setting, title=title, batch_size=batch_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """A step's run on fake tensors. `reservation` is None on a CPU, whose allocator reserves nothing."""
-
-    assembled: Assembled
-    reservation: Reservation | None
-    costs: Costs
-    parameters: int
-    trainable_parameters: int
-    module_kinds: dict[str, str]
-    model_name: str
+    run = simulate(model_fn, optimizer_fn, partial(batch_of, batch_fn, batch_size), loss_fn, setting)
+    return report_of(run, setting, kind="predicted", title=title, batch_size=batch_size)
 
 
 def simulate(
@@ -155,7 +114,7 @@ def simulate(
     make_batch: Callable[[], Any],
     loss_fn: LossFunction,
     setting: Setting,
-) -> Simulation:
+) -> Run:
     """Runs the step and puts its timeline together."""
     modules = ModulePath()
     recorder = Recorder(modules)
@@ -165,12 +124,12 @@ def simulate(
         if setting.parallel.sharing is not Sharing.NONE:
             mesh = stack.enter_context(imagined_world(setting.parallel.world_size))
         stack.enter_context(fake_tensors())
-        model = _model(model_fn, setting)
-        facts = _facts(model)
+        model = prepared_model(model_fn, setting)
+        facts = facts_of(model)
         rank = Rank(
             plan=setting.parallel,
             loop=setting.loop,
-            compute=_compute_dtype(setting.precision),
+            compute=setting.compute_dtype(),
             mesh=mesh,
             label=recorder.label,
         )
@@ -180,8 +139,8 @@ def simulate(
             recorder,
             loop=setting.loop,
             loss_fn=loss_fn,
-            cast=nullcontext if rank.casts_itself else partial(_autocast, setting.precision),
-            scale=_scaled if setting.precision is Precision.FP16_MIXED and not rank.casts_itself else _unscaled,
+            cast=nullcontext if rank.casts_itself else partial(setting.autocast, "cpu"),
+            scale=_as_it_is if rank.casts_itself else setting.scaled,
         )
         stack.enter_context(modules)
         stack.enter_context(recorder)
@@ -190,11 +149,11 @@ def simulate(
         recorder.close()
         del trainee, training, model
     assembled = assemble(recorder, _workspaces(setting), costs.seconds_on(setting.device))
-    return Simulation(
+    return Run(
         assembled=assembled,
         reservation=_reservation(assembled.timeline, setting.device),
         costs=costs,
-        **facts,
+        facts=facts,
     )
 
 
@@ -216,35 +175,8 @@ def _reservation(timeline: Timeline, device: Device) -> Reservation | None:
     return reserve(timeline)
 
 
-def _model(model_fn: ModelFunction, setting: Setting) -> nn.Module:
-    model = model_fn()
-    if not isinstance(model, nn.Module):
-        raise AnatomyError(f"model_fn returned a {type(model).__name__}, not a torch.nn.Module")
-    if setting.precision is Precision.BF16:
-        model = model.to(torch.bfloat16)
-    model.train()
-    if callable(setting.checkpointing):
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-
-        apply_activation_checkpointing(model, check_fn=setting.checkpointing)
-    elif setting.checkpointing:
-        enable = getattr(model, "gradient_checkpointing_enable", None)
-        if enable is None:
-            raise AnatomyError(
-                f"{type(model).__name__} does not say which of its modules are recomputed: pass "
-                "checkpointing=lambda module: isinstance(module, …)"
-            )
-        enable()
-    return model
-
-
 def _optimizer(optimizer_fn: OptimizerFunction, setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise AnatomyError("no parameter of the model requires a gradient: there is nothing to train")
-    optimizer = optimizer_fn(trained)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise AnatomyError(f"optimizer_fn returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    optimizer = prepared_optimizer(optimizer_fn, model)
     for group in optimizer.param_groups:
         # On a CUDA device this is what torch chooses by itself; its stand-ins are a CPU's tensors.
         if setting.device.is_cuda and "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -258,36 +190,5 @@ def _kernels(setting: Setting) -> AbstractContextManager[Any]:
     return CudaKernels(setting.attention, softmax_keeps_input=setting.release.softmax_keeps_input)
 
 
-def _compute_dtype(precision: Precision) -> torch.dtype | None:
-    """What is computed in, where that is not what weights are kept in."""
-    return {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}.get(precision)
-
-
-def _autocast(precision: Precision) -> AbstractContextManager[Any]:
-    dtype = _compute_dtype(precision)
-    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
-
-
-def _scaled(loss: torch.Tensor) -> torch.Tensor:
-    return loss * 65536.0  # as torch.amp.GradScaler begins
-
-
-def _unscaled(loss: torch.Tensor) -> torch.Tensor:
+def _as_it_is(loss: torch.Tensor) -> torch.Tensor:
     return loss
-
-
-def _facts(model: nn.Module) -> dict[str, Any]:
-    parameters = list(model.parameters())
-    return {
-        "parameters": sum(each.numel() for each in parameters),
-        "trainable_parameters": sum(each.numel() for each in parameters if each.requires_grad),
-        "module_kinds": {name: type(module).__name__ for name, module in model.named_modules()},
-        "model_name": type(model).__name__,
-    }
-
-
-def _choice(kind: type[StrEnum], value: str, name: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise AnatomyError(f"{name}: {value!r} is none of {', '.join(kind)}") from None

@@ -7,10 +7,11 @@ owner lets go of it.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ class Call:
     module: str
     phase: Phase
     step: int
+    is_recomputed: bool = False  # activation checkpointing's second time
 
     @property
     def outputs(self) -> tuple[TensorShape, ...]:
@@ -99,11 +101,26 @@ class End:
 Entry = Begin | Adopt | Resize | End
 
 
-class Recorder(TorchDispatchMode):
-    """Within its context, all operations of this thread are recorded in `log`, `calls` and `blocks`."""
+@dataclass(slots=True)
+class Sightings:
+    """When and where a real run was seen: of each block its address and the time by which it was there; of each call
+    its begin and end. Times in ns since the epoch.
+    """
 
-    def __init__(self, modules: ModulePath) -> None:
+    blocks: list[tuple[int, int]] = field(default_factory=list)
+    calls: list[tuple[int, int]] = field(default_factory=list)
+    phases: list[tuple[int, Phase, int]] = field(default_factory=list)  # since when, which, of which step
+
+
+class Recorder(TorchDispatchMode):
+    """Within its context, all operations of this thread are recorded in `log`, `calls` and `blocks`.
+
+    `sightings`: what is filled beside them where tensors are real.
+    """
+
+    def __init__(self, modules: ModulePath, sightings: Sightings | None = None) -> None:
         super().__init__()
+        self._sightings = sightings
         self.log: list[Entry] = []
         self.calls: list[Call] = []
         self.blocks: list[Block] = []
@@ -120,15 +137,20 @@ class Recorder(TorchDispatchMode):
     def phase(self, phase: Phase, step: int) -> Iterator[None]:
         """What happens within belongs to this phase of this step. What a forward pass leaves behind is activations."""
         before = self._phase, self._step
-        self._phase, self._step = phase, step
+        self._turn(phase, step)
         try:
             yield
         finally:
-            self._phase, self._step = before
+            self._turn(*before)
             if phase is Phase.FORWARD:
                 for block in self._forward - self._kept:
                     self.blocks[block].component = Component.ACTIVATIONS
                 self._forward.clear()
+
+    def _turn(self, phase: Phase, step: int) -> None:
+        self._phase, self._step = phase, step
+        if self._sightings is not None:
+            self._sightings.phases.append((time.time_ns(), phase, step))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -187,9 +209,12 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if any(kind is DTensor for kind in types):
             return NotImplemented  # it comes again as operations on local tensors
+        begin = time.time_ns()
         result = func(*args, **(kwargs or {}))
         # DTensor finds out shapes with fake tensors of its own, which are no memory of anyone.
         if active_fake_mode() is self._fake and not self._is_paused:
+            if self._sightings is not None:
+                self._sightings.calls.append((begin, time.time_ns()))
             self._record(func, args, kwargs or {}, result)
         return result
 
@@ -211,7 +236,17 @@ class Recorder(TorchDispatchMode):
         elif func is torch.ops.aten._to_copy.default and self._is_weight(leaves[0]):
             self.label(Component.WEIGHTS, outputs)  # autocast's copy in lower precision
         shapes = tuple(_shape(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in results)
-        self.calls.append(Call(signature, shapes, tuple(made), self._modules.current(), self._phase, self._step))
+        self.calls.append(
+            Call(
+                signature=signature,
+                results=shapes,
+                made=tuple(made),
+                module=self._modules.current(),
+                phase=self._phase,
+                step=self._step,
+                is_recomputed=self._modules.is_recomputing(),
+            )
+        )
         self.log.append(Begin(len(self.calls) - 1))
 
     def _communicated(self, leaves: Iterable[Any]) -> None:
@@ -231,6 +266,8 @@ class Recorder(TorchDispatchMode):
             Block(storage.nbytes(), component, self._modules.current(), operator, self._phase, self._step)
         )
         self._follow(storage, block)
+        if self._sightings is not None:
+            self._sightings.blocks.append((storage.data_ptr(), time.time_ns()))
         if self._phase is Phase.FORWARD:
             self._forward.add(block)
         return block
@@ -283,6 +320,8 @@ class Recorder(TorchDispatchMode):
         key, old = known[0], self.blocks[known[0][0]]
         new = len(self.blocks)
         self.blocks.append(Block(storage.nbytes(), old.component, old.module, old.operator, self._phase, self._step))
+        if self._sightings is not None:
+            self._sightings.blocks.append((storage.data_ptr(), time.time_ns()))
         if key[0] in self._kept:
             self._kept.add(new)
         self.log.append(Resize(key[0], new))

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from stepfast.torch.anatomy.allocator import Reservation
 from stepfast.torch.anatomy.devices import Device
-from stepfast.torch.anatomy.operations import Costs, OperationClass, costs_by_class
-from stepfast.torch.anatomy.prediction import Setting, Simulation
-from stepfast.torch.anatomy.recorder import Call
+from stepfast.torch.anatomy.operations import OperationClass, costs_by_class
 from stepfast.torch.anatomy.report import (
     ClassTime,
     CurvePoint,
@@ -18,13 +16,14 @@ from stepfast.torch.anatomy.report import (
     Roof,
     TimeReport,
 )
+from stepfast.torch.anatomy.setting import Run, Setting
 from stepfast.torch.anatomy.timeline import Component, Moment, Timeline
 
 _POINTS = 400  # of the curve: what a screen can show
 
 
-def predicted_report(simulation: Simulation, setting: Setting, *, title: str | None, batch_size: int | None) -> Report:
-    """The report of a simulation."""
+def report_of(run: Run, setting: Setting, *, kind: str, title: str | None, batch_size: int | None) -> Report:
+    """The report of a run. `kind`: "predicted" or "measured"."""
     device = setting.device
     settings = {
         "device": device.name,
@@ -38,20 +37,21 @@ def predicted_report(simulation: Simulation, setting: Setting, *, title: str | N
         settings = {"batch size": str(batch_size), **settings}
     samples = None if batch_size is None else batch_size * setting.loop.accumulation_steps
     return Report(
-        kind="predicted",
-        title=title or simulation.model_name,
+        kind=kind,
+        title=title or run.facts.name,
         device=device.name,
         settings=settings,
-        parameters=simulation.parameters,
-        trainable_parameters=simulation.trainable_parameters,
-        memory=memory_report(
-            simulation.assembled.timeline, simulation.reservation, device, simulation.module_kinds
-        ),
+        parameters=run.facts.parameters,
+        trainable_parameters=run.facts.trainable_parameters,
+        memory=memory_report(run.assembled.timeline, run.reservation, device, run.facts.module_kinds),
         time=time_report(
-            simulation.assembled.calls, simulation.costs, device, step=setting.loop.steps, samples_per_step=samples,
-            is_bound=device.is_cuda,
+            run,
+            device,
+            step=setting.loop.steps,
+            samples_per_step=samples,
+            is_bound=kind == "predicted" and device.is_cuda,
         ),
-    )  # fmt: skip
+    )
 
 
 def memory_report(
@@ -79,20 +79,13 @@ def memory_report(
     )
 
 
-def time_report(
-    calls: Sequence[tuple[Call, float]],
-    costs: Costs,
-    device: Device,
-    *,
-    step: int,
-    samples_per_step: int | None,
-    is_bound: bool,
-) -> TimeReport:
-    """Where time goes in one step."""
-    sums = costs_by_class(calls, costs, step=step)
-    seconds, flops = sum(each.seconds for each in sums), sum(each.flops for each in sums)
-    contracted = [costs.of(call) for call, _ in calls if call.step == step]
-    peak_flops = max((cost.peak_flops(device) for cost in contracted if cost.flops), default=device.fp32_flops)
+def time_report(run: Run, device: Device, *, step: int, samples_per_step: int | None, is_bound: bool) -> TimeReport:
+    """Where time goes in one step. Its utilisation counts the model's own FLOPs: none that were computed again."""
+    sums = costs_by_class(run.assembled.calls, run.costs, step=step)
+    seconds = sum(each.seconds for each in sums) if run.step_seconds is None else run.step_seconds
+    costs = [(call, run.costs.of(call)) for call, _ in run.assembled.calls if call.step == step]
+    model_flops = sum(cost.flops for call, cost in costs if not call.is_recomputed)
+    peak_flops = max((cost.peak_flops(device) for _, cost in costs if cost.flops), default=device.fp32_flops)
     roof = Roof(contraction_flops=peak_flops, other_flops=device.fp32_flops, bandwidth=device.bandwidth)
     classes = tuple(
         ClassTime(
@@ -110,8 +103,8 @@ def time_report(
         step_seconds=seconds,
         is_bound=is_bound,
         samples_per_step=samples_per_step,
-        flops_per_step=flops,
-        flops_utilisation=flops / seconds / peak_flops if seconds else None,
+        flops_per_step=sum(each.flops for each in sums),
+        flops_utilisation=model_flops / seconds / peak_flops if seconds and device.is_cuda else None,
         classes=classes,
         roof=roof,
     )

@@ -155,9 +155,7 @@ class RecordedTraining:
         for step in range(1, self._loop.steps + 1):
             for _ in range(self._loop.accumulation_steps):
                 with phase(Phase.SETUP, step):
-                    with self._recorder.paused():  # on the host, by a data loader
-                        batch = make_batch()
-                    self._recorder.adopt(Component.INPUTS, tensors_in(batch))
+                    batch = self._next(make_batch)
                 with phase(Phase.FORWARD, step):
                     with self._cast():
                         loss = self._loss_fn(trainee.module, batch)
@@ -171,6 +169,13 @@ class RecordedTraining:
                 trainee.update()
                 self._label(trainee)
                 trainee.release()
+
+    def _next(self, make_batch: Callable[[], Any]) -> Any:
+        """Seen as it arrives, while the batch before it is still there."""
+        with self._recorder.paused():  # it is made on the host, by a data loader
+            batch = make_batch()
+        self._recorder.adopt(Component.INPUTS, tensors_in(batch))
+        return batch
 
     def _label(self, trainee: Trainee) -> None:
         for component, tensors, module in trainee.holdings():

@@ -6,7 +6,6 @@ to the eight bytes of a wrapped scalar, and stays so when a release of torch cha
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from stepfast.torch.anatomy.history import cpu_history
 from stepfast.torch.anatomy.recorder import Call, Signature, TensorShape
 
 _UNASKED = frozenset({"c10d", "_c10d_functional", "prim", "profiler", "fsdp"})
-_MARK = "stepfast.anatomy.kernel"
 _LIMIT_BYTES = 4 << 30
 
 
@@ -86,8 +83,7 @@ def _run(signature: Signature) -> KernelRun:
     given = _materialized(signature)
     before = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(given) if isinstance(tensor, torch.Tensor)}
     args, kwargs = given
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell the terminal about every start and stop
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session, record_function(_MARK):
+    with cpu_history() as history:
         started = time.perf_counter()
         result = signature.operator(*args, **kwargs)
         seconds = time.perf_counter() - started
@@ -97,9 +93,7 @@ def _run(signature: Signature) -> KernelRun:
             pointer = tensor.untyped_storage().data_ptr()
             if pointer and pointer not in before and pointer not in pointers:
                 pointers.append(pointer)
-    assert session.profiler is not None
-    changes = _memory_changes(session.profiler.kineto_results.experimental_event_tree())
-    return KernelRun(_pieces(changes, pointers), seconds)
+    return KernelRun(_pieces([(each.address, each.size_bytes) for each in history.changes], pointers), seconds)
 
 
 def _pieces(changes: Sequence[tuple[int, int]], results: Sequence[int]) -> tuple[Piece, ...]:
@@ -117,21 +111,6 @@ def _pieces(changes: Sequence[tuple[int, int]], results: Sequence[int]) -> tuple
         elif pointer in living:
             pieces.append(Piece(living.pop(pointer), -size, False, None))
     return tuple(pieces)
-
-
-def _memory_changes(roots: Sequence[Any]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int, int]] = []
-
-    def walk(event: Any, is_within: bool) -> None:
-        is_within = is_within or event.name == _MARK
-        if is_within and event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-        for child in event.children:
-            walk(child, is_within)
-
-    for root in roots:
-        walk(root, False)
-    return [(pointer, size) for _, pointer, size in sorted(found, key=lambda each: each[0])]
 
 
 def _materialized(signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
