@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stepfast.cli.anatomymeasure import measure
 from stepfast.cli.anatomypredict import predict
 from stepfast.cli.told import told
 from stepfast.errors import AnatomyError, SpecError
@@ -34,6 +35,7 @@ def report(
 
 
 app.command()(predict)
+app.command()(measure)
 
 
 def read_report(file: Path) -> Report:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,8 @@ from stepfast.errors import AnatomyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import nn
 
     from stepfast.torch.anatomy import Device, Report
 
@@ -40,6 +42,18 @@ Optimizer = Annotated[
     ),
 ]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="samples of one rank (default: 1)")]
+Task = Annotated[str | None, typer.Option("--task", help="the head of a configuration, as causal-lm")]
+SequenceLength = Annotated[
+    int | None, typer.Option("--sequence-length", min=1, help="tokens of a configuration's batch (default: 512)")
+]
+PrecisionName = Annotated[str, typer.Option("--precision", help="fp32, bf16-mixed, fp16-mixed, bf16")]
+Checkpointing = Annotated[bool, typer.Option("--checkpointing", help="recompute activations (models of Transformers)")]
+AccumulationSteps = Annotated[int, typer.Option("--accumulation-steps", min=1, help="batches of one step")]
+ClipNorm = Annotated[float | None, typer.Option("--clip-norm", help="clip gradients to this norm")]
+Out = Annotated[Path | None, typer.Option("--out", help="write the report here, for `stepfast anatomy report`")]
+Html = Annotated[Path | None, typer.Option("--html", help="write it as a page that needs nothing else")]
+AsJson = Annotated[bool, typer.Option("--json", help="print it as JSON, in place of tables")]
+Force = Annotated[bool, typer.Option("--force", help="replace the files of --out and --html")]
 
 
 def predict(  # noqa: PLR0917 - typer calls it by keyword
@@ -51,15 +65,13 @@ def predict(  # noqa: PLR0917 - typer calls it by keyword
     largest: Annotated[
         bool, typer.Option("--largest-batch", help="search for the largest batch that fits, and report on it")
     ] = False,
-    task: Annotated[str | None, typer.Option("--task", help="the head of a configuration, as causal-lm")] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", min=1, help="tokens of a configuration's batch (default: 512)")
-    ] = None,
+    task: Task = None,
+    sequence_length: SequenceLength = None,
     device: Annotated[str, typer.Option("--device", help="as a100-80gb, h100-80gb, v100-16gb, cpu")] = "a100-80gb",
     memory: Annotated[
         str | None, typer.Option("--memory", help="what the device has, as 24GiB (default: what such a device has)")
     ] = None,
-    precision: Annotated[str, typer.Option("--precision", help="fp32, bf16-mixed, fp16-mixed, bf16")] = "fp32",
+    precision: PrecisionName = "fp32",
     parallel: Annotated[
         str, typer.Option("--parallel", help="none, or KIND:RANKS: ddp, fsdp2, zero1, zero2, zero3, as fsdp2:8")
     ] = "none",
@@ -67,55 +79,73 @@ def predict(  # noqa: PLR0917 - typer calls it by keyword
         str,
         typer.Option("--attention", help="the kernel of scaled_dot_product_attention: auto, flash, efficient, math"),
     ] = "auto",
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="recompute activations (models of Transformers)")
-    ] = False,
-    accumulation_steps: Annotated[int, typer.Option("--accumulation-steps", min=1, help="batches of one step")] = 1,
-    clip_norm: Annotated[float | None, typer.Option("--clip-norm", help="clip gradients to this norm")] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="write the report here, for `stepfast anatomy report`")
-    ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="write it as a page that needs nothing else")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print it as JSON, in place of tables")] = False,
-    force: Annotated[bool, typer.Option("--force", help="replace the files of --out and --html")] = False,
+    checkpointing: Checkpointing = False,
+    accumulation_steps: AccumulationSteps = 1,
+    clip_norm: ClipNorm = None,
+    out: Out = None,
+    html: Html = None,
+    as_json: AsJson = False,
+    force: Force = False,
 ) -> None:
     """Predicts memory and time of a training step without a GPU, weights or data."""
     from stepfast.cli.anatomy import show
 
     with told():
-        report_of = _predictor(
-            model, batch, loss, optimizer, task=task, sequence_length=sequence_length, device=_device(device, memory),
-            precision=precision, parallel=parallel, attention=attention, checkpointing=checkpointing,
-            accumulation_steps=accumulation_steps, clip_norm=clip_norm,
-        )  # fmt: skip
+        functions = functions_of(model, batch, loss, optimizer, task=task, sequence_length=sequence_length)
+        from stepfast.torch.anatomy import predict as predicted
+
+        def report_of(batch_size: int) -> Report:
+            return predicted(
+                functions.model,
+                functions.optimizer,
+                functions.batch,
+                loss_fn=functions.loss,
+                batch_size=batch_size,
+                device=_device(device, memory),
+                precision=precision,
+                parallel=parallel,
+                attention=attention,
+                checkpointing=checkpointing,
+                accumulation_steps=accumulation_steps,
+                clip_norm=clip_norm,
+                title=functions.title,
+            )
+
         report = _largest(report_of) if largest else report_of(batch_size or 1)
         show(report, out=out, html=html, as_json=as_json, force=force)
 
 
-def _predictor(
-    model: str, batch: str | None, loss: str | None, optimizer: str, *, task: str | None, sequence_length: int | None,
-    **options: object,
-) -> Callable[[int], Report]:  # fmt: skip
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Functions:
+    """What the options name, as `predict` and `measure` take it."""
+
+    title: str
+    model: Callable[[], nn.Module]
+    optimizer: Callable[..., Any]
+    batch: Callable[..., Any]
+    loss: Callable[..., Any]
+
+
+def functions_of(
+    model: str, batch: str | None, loss: str | None, optimizer: str, *, task: str | None, sequence_length: int | None
+) -> Functions:
+    """Imports them. Raises AnatomyError."""
     try:
-        from stepfast.torch.anatomy import predict as predicted
         from stepfast.torch.anatomy.modelsource import imported, model_source, optimizer_source
+        from stepfast.torch.anatomy.training import model_loss
     except ImportError as error:
-        raise AnatomyError(f"predictions need torch ({error}): pip install stepfast[torch,run]") from error
+        raise AnatomyError(f"it needs torch ({error}): pip install stepfast[torch,run]") from error
     source = model_source(model, task=task, sequence_length=sequence_length)
     make_batch = imported(batch, "--batch") if batch is not None else source.batch
     if make_batch is None:
         raise AnatomyError(f"--model {model} is a function: name one that makes a batch, too, with --batch")
-    if loss is not None:
-        options["loss_fn"] = imported(loss, "--loss")
-    make_optimizer = optimizer_source(optimizer)
-
-    def report_of(batch_size: int) -> Report:
-        return predicted(
-            source.model, make_optimizer, make_batch, batch_size=batch_size, title=source.name,
-            **options,  # type: ignore[arg-type] # typer's, named as the function's own
-        )  # fmt: skip
-
-    return report_of
+    return Functions(
+        title=source.name,
+        model=source.model,
+        optimizer=optimizer_source(optimizer),
+        batch=make_batch,
+        loss=model_loss if loss is None else imported(loss, "--loss"),
+    )
 
 
 def _largest(report_of: Callable[[int], Report]) -> Report:

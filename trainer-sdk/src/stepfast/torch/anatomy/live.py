@@ -160,6 +160,11 @@ def _place(device: str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
 
 
+def device_here(device: str | None = None) -> Device:
+    """What this machine trains on, for a prediction of it. `device` as in `measure`. Raises AnatomyError."""
+    return _device(_place(device))
+
+
 def _device(place: torch.device) -> Device:
     if place.type == "cpu":
         return CPU

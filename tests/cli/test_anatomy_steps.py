@@ -1,4 +1,4 @@
-"""`stepfast anatomy predict`, as it is called."""
+"""`stepfast anatomy predict` and `measure`, as they are called."""
 
 from __future__ import annotations
 
@@ -63,6 +63,16 @@ def test_functions_are_predicted_for_a_device_of_a_size_of_ones_own(folder: Path
     report = json.loads(ran.stdout)
     assert report["memory"]["limit_bytes"] == 600 * 2**20
     assert f"largest batch that fits: {report['settings']['batch size']} samples" in ran.stderr
+
+
+def test_the_same_functions_are_measured(folder: Path) -> None:
+    functions = ("--model", "my_model:net", "--batch", "my_model:batch", "--loss", "my_model:loss", "--batch-size", "3")
+    measured = stepfast(folder, "measure", *functions, "--device", "cpu", "--json")
+    assert measured.returncode == 0, measured.stderr
+    predicted = json.loads(stepfast(folder, "predict", *functions, "--device", "cpu", "--json").stdout)
+    report = json.loads(measured.stdout)
+    assert (report["kind"], predicted["kind"]) == ("measured", "predicted")
+    assert report["memory"]["peak_bytes"] == predicted["memory"]["peak_bytes"]
 
 
 def test_one_rank_of_several_is_predicted(folder: Path) -> None:

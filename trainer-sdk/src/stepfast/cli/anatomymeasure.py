@@ -1,0 +1,72 @@
+"""`stepfast anatomy measure`: what a training step takes on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from stepfast.cli.anatomypredict import (
+    AccumulationSteps,
+    AsJson,
+    Batch,
+    BatchSize,
+    Checkpointing,
+    ClipNorm,
+    Force,
+    Html,
+    Loss,
+    Model,
+    Optimizer,
+    Out,
+    PrecisionName,
+    SequenceLength,
+    Task,
+    functions_of,
+)
+from stepfast.cli.told import told
+
+
+def measure(  # noqa: PLR0917 - typer calls it by keyword
+    model: Model,
+    batch: Batch = None,
+    loss: Loss = None,
+    optimizer: Optimizer = "adamw",
+    batch_size: BatchSize = None,
+    task: Task = None,
+    sequence_length: SequenceLength = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu, cuda or cuda:1 (default: a CUDA device where there is one)")
+    ] = None,
+    precision: PrecisionName = "fp32",
+    checkpointing: Checkpointing = False,
+    accumulation_steps: AccumulationSteps = 1,
+    clip_norm: ClipNorm = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="steps that are recorded")] = 2,
+    out: Out = None,
+    html: Html = None,
+    as_json: AsJson = False,
+    force: Force = False,
+) -> None:
+    """Measures memory and time of a training step here: runs a few."""
+    from stepfast.cli.anatomy import show
+
+    with told():
+        functions = functions_of(model, batch, loss, optimizer, task=task, sequence_length=sequence_length)
+        from stepfast.torch.anatomy import measure as measured
+
+        report = measured(
+            functions.model,
+            functions.optimizer,
+            functions.batch,
+            loss_fn=functions.loss,
+            batch_size=batch_size or 1,
+            device=device,
+            precision=precision,
+            checkpointing=checkpointing,
+            accumulation_steps=accumulation_steps,
+            clip_norm=clip_norm,
+            steps=steps,
+            title=functions.title,
+        )
+        show(report, out=out, html=html, as_json=as_json, force=force)
