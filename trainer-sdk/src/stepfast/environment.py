@@ -46,6 +46,7 @@ class Environment:
     trained_seconds: float = 0.0  # before this process, in all attempts
     is_run_unique: bool = True  # False: the launcher named none, and the ranks have to agree on one
     gang_scope: str = ""  # what the ranks that meet have in common; empty: the run
+    anatomy: str = ""  # "": not measured; "1": measured; else a file that rank 0's report is written to as well
 
 
 def read_environment(values: Mapping[str, str] | None = None, *, script: str | None = None) -> Environment:
@@ -85,6 +86,7 @@ def read_environment(values: Mapping[str, str] | None = None, *, script: str | N
         mtbf_seconds=_number(settings, "mtbfSeconds", 0.0, float) or None,
         interruptions=_number(settings, "interruptions", 0, int) + restarts,
         trained_seconds=_trained_seconds(settings, restarts),
+        anatomy=_anatomy(env.get("STEPFAST_ANATOMY", "")),
     )
 
 
@@ -95,6 +97,10 @@ def _trained_seconds(settings: Mapping[str, object], restarts: int) -> float:
     seconds = _number(settings, "trainedSeconds", 0.0, float)
     planned_time = _number(settings, "plannedTime", 0.0, float)
     return seconds + (max(0.0, time.time() - planned_time) if restarts and planned_time else 0.0)
+
+
+def _anatomy(text: str) -> str:
+    return "" if text.strip() in ("", "0") else text.strip()
 
 
 def absolute_storage_uri(text: str) -> str:

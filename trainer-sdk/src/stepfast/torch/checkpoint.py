@@ -27,6 +27,7 @@ from stepfast.pacing import PaceKeeper
 from stepfast.step import MAX_STEP
 from stepfast.torch.claims import RunKey, claim, give_up
 from stepfast.torch.join import join_agent, join_gang
+from stepfast.torch.measuring import Measuring
 from stepfast.torch.objects import ObjectSet
 from stepfast.torch.overlap import Overlap
 from stepfast.torch.planner import Planner
@@ -111,6 +112,7 @@ class Checkpointer:
             interruptions=self._environment.interruptions, trained_seconds=self._environment.trained_seconds,
         )  # fmt: skip
         self._announced = False
+        self._measuring = Measuring(self._environment, objects)
         atexit.register(self._at_exit)
 
     # ------------------------------------------------------------ in the loop
@@ -123,7 +125,7 @@ class Checkpointer:
         """
         self._pace.reach(step, time.monotonic())
         if self._link is not None:
-            self._link.progress(step, metrics or {})
+            self._link.progress(step, self._measuring.metrics(metrics or {}))
         saved = None
         if step >= self._next_step:
             saved = self._consult(Request(step=step))
@@ -286,6 +288,7 @@ class Checkpointer:
         stall = time.perf_counter() - began
         self._newest = _SAVED_THROUGH[self._run_key] = decision.step
         self._pace.save(decision.step, time.monotonic(), stall_seconds=stall, is_due=decision.due)
+        self._measuring.lost(stall)
         return Saved(self._writer, decision.step, saved=True, stall_seconds=stall)
 
     def _announce(self) -> None:
@@ -304,6 +307,7 @@ class Checkpointer:
         self._closed = True
         give_up(self._run_key, self)
         atexit.unregister(self._at_exit)
+        self._measuring.close()
         self._writer.close()
 
     def _at_exit(self) -> None:

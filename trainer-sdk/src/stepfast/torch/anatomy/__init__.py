@@ -4,6 +4,7 @@ from stepfast.torch.anatomy.devices import DEVICES, Device
 from stepfast.torch.anatomy.html import html_report
 from stepfast.torch.anatomy.kernels import Attention
 from stepfast.torch.anatomy.live import measure
+from stepfast.torch.anatomy.meter import Meter
 from stepfast.torch.anatomy.parallel.plan import Parallel, Sharing
 from stepfast.torch.anatomy.prediction import predict
 from stepfast.torch.anatomy.report import Report, from_json
@@ -16,6 +17,7 @@ __all__ = [
     "TORCH_1_10",
     "Attention",
     "Device",
+    "Meter",
     "Parallel",
     "Precision",
     "Release",

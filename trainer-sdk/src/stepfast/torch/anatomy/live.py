@@ -90,7 +90,7 @@ def measure(
 def _run(
     trainee: Trainee, make_batch: Callable[[], Any], loss_fn: LossFunction, setting: Setting, place: torch.device
 ) -> Run:
-    modules, sightings, costs = ModulePath(), Sightings(), Costs()
+    modules, sightings = ModulePath(), Sightings()
     recorder = Recorder(modules, sightings)
     modules.name(trainee.module)
     training = RecordedTraining(
@@ -100,17 +100,25 @@ def _run(
         cast=partial(setting.autocast, place.type),
         scale=setting.scaled,
     )
-    with _history(place) as history:
+    with history_of(place) as history:
         with modules, recorder:
             training.run(trainee, make_batch)
         recorder.close()
+    step_seconds = _seconds(trainee, make_batch, loss_fn, setting, place)
+    return observed_run(trainee, recorder, sightings, history, step_seconds)
+
+
+def observed_run(
+    trainee: Trainee, recorder: Recorder, sightings: Sightings, history: History, step_seconds: float
+) -> Run:
+    """What was recorded of a real run, put together. `step_seconds`: what a step takes that nobody records."""
     assembled = observe(recorder, sightings, history.changes)
     return Run(
         assembled=assembled,
-        reservation=_reservation(assembled, history, sightings) if place.type == "cuda" else None,
-        costs=costs,
+        reservation=_reservation(assembled, history, sightings) if history.reserved else None,
+        costs=Costs(),
         facts=facts_of(trainee.module),
-        step_seconds=_seconds(trainee, make_batch, loss_fn, setting, place),
+        step_seconds=step_seconds,
     )
 
 
@@ -174,7 +182,8 @@ def _device(place: torch.device) -> Device:
     return replace(found, memory_bytes=total, context_bytes=context)
 
 
-def _history(place: torch.device) -> AbstractContextManager[History]:
+def history_of(place: torch.device) -> AbstractContextManager[History]:
+    """The history of the allocator of a device."""
     return cpu_history() if place.type == "cpu" else cuda_history(place.index)
 
 

@@ -7,7 +7,8 @@ at an address is the last that was taken there before. What it did not see is a 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
+from heapq import merge
 
 from torch.utils._pytree import tree_unflatten
 
@@ -40,11 +41,13 @@ class _Observation:
         births = self._births()
         known = set(births.values())
         begin = self._starts[0] if self._starts else 0
+        adopted: set[int] = set()
         for entry in self._recorder.log:
             if isinstance(entry, Adopt) and entry.block not in known:  # it was there before the history began
                 self._living[self._sightings.blocks[entry.block][0]] = entry.block
+                adopted.add(entry.block)
                 self._change(entry.block, True, begin, begin)
-        for index, change in enumerate(self._history):
+        for index, change in self._with_ends_of(adopted):
             old = self._living.pop(change.address, None)
             if old is not None:
                 self._end(old, change.time_ns, begin)
@@ -54,6 +57,17 @@ class _Observation:
                 self._living[change.address] = block
                 self._change(block, True, change.time_ns, begin)
         return Timeline(blocks=self._blocks, changes=self._changes)
+
+    def _with_ends_of(self, adopted: Set[int]) -> Iterator[tuple[int, MemoryChange]]:
+        """The history by index, and among it, in the order of time, the ends of what was there before: the CPU's
+        profiler does not tell them.
+        """
+        ends = [
+            (-1, MemoryChange(time_ns, self._sightings.blocks[block][0], -1))
+            for block, time_ns in self._sightings.ends
+            if block in adopted
+        ]
+        return merge(enumerate(self._history), ends, key=lambda each: each[1].time_ns)
 
     def _births(self) -> dict[int, int]:
         """The block that each taking of memory was for, by the taking's place in the history."""

@@ -108,6 +108,7 @@ class Sightings:
     """
 
     blocks: list[tuple[int, int]] = field(default_factory=list)
+    ends: list[tuple[int, int]] = field(default_factory=list)  # blocks, and when they ended
     calls: list[tuple[int, int]] = field(default_factory=list)
     phases: list[tuple[int, Phase, int]] = field(default_factory=list)  # since when, which, of which step
 
@@ -135,19 +136,20 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def phase(self, phase: Phase, step: int) -> Iterator[None]:
-        """What happens within belongs to this phase of this step. What a forward pass leaves behind is activations."""
+        """What happens within belongs to this phase of this step."""
         before = self._phase, self._step
-        self._turn(phase, step)
+        self.turn(phase, step)
         try:
             yield
         finally:
-            self._turn(*before)
-            if phase is Phase.FORWARD:
-                for block in self._forward - self._kept:
-                    self.blocks[block].component = Component.ACTIVATIONS
-                self._forward.clear()
+            self.turn(*before)
 
-    def _turn(self, phase: Phase, step: int) -> None:
+    def turn(self, phase: Phase, step: int) -> None:
+        """What comes now belongs to this phase. What a forward pass leaves behind is activations."""
+        if self._phase is Phase.FORWARD and phase is not Phase.FORWARD:
+            for block in self._forward - self._kept:
+                self.blocks[block].component = Component.ACTIVATIONS
+            self._forward.clear()
         self._phase, self._step = phase, step
         if self._sightings is not None:
             self._sightings.phases.append((time.time_ns(), phase, step))
@@ -262,6 +264,8 @@ class Recorder(TorchDispatchMode):
         block = len(self.blocks)
         is_recomputed = self._phase is Phase.BACKWARD and self._modules.is_recomputing()
         component = Component.ACTIVATIONS if is_recomputed else Component.TEMPORARY
+        if self._phase is Phase.SETUP:
+            component = Component.INPUTS  # between two steps a batch is made, or brought to the device
         self.blocks.append(
             Block(storage.nbytes(), component, self._modules.current(), operator, self._phase, self._step)
         )
@@ -288,6 +292,8 @@ class Recorder(TorchDispatchMode):
         if self._is_closed:
             return
         self._forward.discard(key[0])
+        if self._sightings is not None:
+            self._sightings.ends.append((key[0], time.time_ns()))
         self.log.append(End(key[0], self._phase, self._step))
 
     def _block(self, storage: torch.UntypedStorage) -> int | None:

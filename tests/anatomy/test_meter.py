@@ -1,0 +1,102 @@
+"""A training looked at while it runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from families import FAMILIES
+from stepfast.torch.anatomy import Meter, predict
+from stepfast.torch.anatomy.spacing import FIRST_STEP, steps_between
+
+FAMILY = FAMILIES["gpt"]
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        batch = FAMILY.batch(4)
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture
+def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = FAMILY.model().train()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_a_sampled_steps_peak_is_the_one_that_was_predicted(
+    training: tuple[torch.nn.Module, torch.optim.Optimizer],
+) -> None:
+    meter = Meter(*training, samples_per_step=4)
+    assert meter.report() is None
+    train(*training, FIRST_STEP + 2)
+    report = meter.report()
+    meter.close()
+    assert report is not None
+    predicted = predict(FAMILY.model, torch.optim.AdamW, FAMILY.batch, batch_size=4, device="cpu")
+    assert report.memory.peak_bytes == predicted.memory.peak_bytes
+    assert report.memory.peak_components == predicted.memory.peak_components
+    assert report.time.flops_per_step == predicted.time.flops_per_step
+
+
+def test_metrics_are_numbers_of_a_closed_set(training: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
+    meter = Meter(*training, samples_per_step=4)
+    train(*training, FIRST_STEP + 2)
+    metrics = meter.metrics()
+    meter.close()
+    assert metrics.keys() == {
+        "step_seconds", "samples_per_second", "goodput_ratio", "memory_peak_bytes", "memory_reserved_bytes",
+    }  # fmt: skip
+    assert metrics["samples_per_second"] == pytest.approx(4 / metrics["step_seconds"])
+    assert 0 < metrics["goodput_ratio"] <= 1
+
+
+def test_time_that_a_save_took_is_no_goodput(training: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
+    meter = Meter(*training)
+    train(*training, 2)
+    before = meter.metrics()["goodput_ratio"]
+    meter.lost(1e6)
+    assert meter.metrics()["goodput_ratio"] == 0 < before
+    meter.close()
+
+
+def test_a_closed_meter_leaves_nothing_behind(training: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = training
+    resize = torch.UntypedStorage.resize_
+    meter = Meter(model, optimizer)
+    train(model, optimizer, FIRST_STEP)  # a sample is under way
+    meter.close()
+    assert torch.UntypedStorage.resize_ is resize
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    train(model, optimizer, 2)
+    assert meter.report() is None
+
+
+def test_a_sample_that_fails_does_not_end_training(
+    training: tuple[torch.nn.Module, torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = training
+    meter = Meter(model, optimizer)
+    model.parameters = None  # type: ignore[method-assign, assignment] # no meter can understand that
+    train(model, optimizer, FIRST_STEP + 3)
+    assert meter.report() is None
+    assert caplog.text.count("is not measured any more") == 1
+    assert meter.metrics()["step_seconds"] > 0
+    meter.close()
+
+
+@pytest.mark.parametrize(
+    ("extra_seconds", "step_seconds", "steps"),
+    [(1.0, 0.1, 1000), (0.0, 0.1, 1), (0.5, 50.0, 1), (2.0, 1.0, 200), (1.0, 0.0, 1)],
+)
+def test_samples_are_so_far_apart_that_they_cost_a_hundredth(
+    extra_seconds: float, step_seconds: float, steps: int
+) -> None:
+    assert steps_between(extra_seconds, step_seconds) == steps
