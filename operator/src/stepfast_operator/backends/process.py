@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from stepfast.errors import StepfastError
 from stepfast.nodestatus import JobStatus
@@ -76,6 +77,7 @@ class ProcessSettings:
     memory_limit: int
     on_line: Callable[[str], None]
     on_change: Callable[[], None]
+    anatomy: Path | None = None  # where rank 0 writes what it measured; None: nothing is measured
     clock: Callable[[], float] = time.time
 
 
@@ -313,6 +315,8 @@ class ProcessBackend:
             ),
             "STEPFAST_TERMINATION_LOG": str(state.termination(launch.attempt, node).absolute()),
         }
+        if self._settings.anatomy is not None:
+            ours["STEPFAST_ANATOMY"] = str(self._settings.anatomy.absolute())
         if self._agent is not None:
             ours["STEPFAST_SOCKET"] = self._agent.socket_path
         torchrun = torchrun_environment(

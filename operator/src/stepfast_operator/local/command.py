@@ -63,6 +63,9 @@ def run(  # noqa: PLR0917 - typer calls it by keyword
     resume_from_step: Annotated[
         int | None, typer.Option(min=0, help="Roll back to this committed step, each time it is given.")
     ] = None,
+    anatomy: Annotated[
+        bool, typer.Option("--anatomy", help="Measure where memory and time go, in scripts that use a Checkpointer.")
+    ] = False,
     summary: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the job's status here.")] = None,
 ) -> None:
     """Run a training script so that it survives: failures restart it from the latest committed step."""
@@ -82,7 +85,7 @@ def run(  # noqa: PLR0917 - typer calls it by keyword
         check_start(job)
         if summary is not None:
             check_writable(summary, "--summary")
-        outcome = _run(job, ignored, _invocation(context))
+        outcome = _run(job, ignored, _invocation(context), anatomy=anatomy)
     except SpecError as error:
         sys.stderr.write(f"stepfast run: {error}\n")
         raise typer.Exit(_USAGE_ERROR) from None
@@ -134,6 +137,9 @@ def _invocation(context: typer.Context) -> Invocation:
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         if parameter.param_type_name != "option" or value is None or parameter.name in _ONCE:
+            continue
+        if isinstance(value, bool):
+            options += [parameter.opts[0]] if value else []
             continue
         for item in value if isinstance(value, list | tuple) else [value]:
             options += [parameter.opts[0], str(item)]
@@ -201,7 +207,7 @@ def _variable(text: str) -> dict[str, str]:
     return {"name": name, "value": value}
 
 
-def _run(job: TrainingJob, ignored: list[str], invocation: Invocation) -> Outcome:
+def _run(job: TrainingJob, ignored: list[str], invocation: Invocation, *, anatomy: bool) -> Outcome:
     from stepfast.nodeclient import NodeClient
     from stepfast.storage import open_store
 
@@ -212,6 +218,7 @@ def _run(job: TrainingJob, ignored: list[str], invocation: Invocation) -> Outcom
         open_store=open_store,
         connect=NodeClient,
         invocation=invocation,
+        is_measured=anatomy,
     )
     console = Console()
     if not console.is_terminal:

@@ -63,6 +63,7 @@ class Surroundings:
     connect: Callable[[str], Client]
     agent_command: tuple[str, ...] | None = None  # None: the installed agent
     invocation: Invocation | None = None  # how the user can call this again
+    is_measured: bool = False  # where memory and time go: --anatomy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ class Outcome:
     exit_code: int
     state_folder: Path
     storage_uri: str
+    anatomy: Path | None = None  # what was measured; None: nothing was, or no rank had a Checkpointer to measure
 
 
 async def run_session(job: TrainingJob, surroundings: Surroundings, view: View) -> Outcome:
@@ -108,10 +110,14 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
     if surroundings.invocation is not None:
         state.write_invocation(surroundings.invocation)
     agent = LocalAgent(job.job, uid, agent_settings, wake.set)
+    anatomy = state.path / "anatomy.json" if surroundings.is_measured else None
+    if anatomy is not None:
+        anatomy.unlink(missing_ok=True)  # of a job before this one
     settings = ProcessSettings(
         storage_uri=storage_uri,
         open_store=surroundings.open_store,
         memory_limit=memory_limit,
+        anatomy=anatomy,
         on_line=view.line,
         on_change=wake.set,
     )
@@ -131,6 +137,7 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
         exit_code=exit_code_of(status),
         state_folder=state.path,
         storage_uri=storage_uri,
+        anatomy=anatomy if anatomy is not None and anatomy.exists() else None,
     )
 
 

@@ -27,6 +27,8 @@ def print_summary(console: Console, job: TrainingJob, outcome: Outcome) -> None:
     """The summary for the eye."""
     status = outcome.status
     places = [("checkpoints", f"{outcome.storage_uri.rstrip('/')}/{job.job}"), ("logs", str(outcome.state_folder))]
+    if outcome.anatomy is not None:
+        places.append(("anatomy", f"{outcome.anatomy.name} beside the logs: stepfast anatomy report"))
     console.print(Report(title=str(job.job), facts=[*facts_of(status), *places], status=status).render())
     closing = _closing(status, job.spec.checkpoint.resume_policy)
     if closing is not None:

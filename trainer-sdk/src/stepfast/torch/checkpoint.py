@@ -124,8 +124,9 @@ class Checkpointer:
         is left out. Raises StepOutOfOrder.
         """
         self._pace.reach(step, time.monotonic())
+        shown = self._measuring.metrics(metrics or {})
         if self._link is not None:
-            self._link.progress(step, self._measuring.metrics(metrics or {}))
+            self._link.progress(step, shown)
         saved = None
         if step >= self._next_step:
             saved = self._consult(Request(step=step))

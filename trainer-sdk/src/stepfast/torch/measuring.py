@@ -1,7 +1,7 @@
 """A checkpointed training that is measured, because its environment asks for it (`STEPFAST_ANATOMY`).
 
-What is found goes with the heartbeat, under names that begin with `anatomy_`, and rank 0's report into a file. Nothing of
-it can end training.
+What is found goes with the heartbeat, under names that begin with `anatomy_`, and rank 0's report into a file. Nothing
+of it can end training.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _meter(objects: Mapping[str, Any]) -> Meter | None:
     optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
     if len(models) != 1 or len(optimizers) != 1:
         log.warning(
-            "stepfast: STEPFAST_ANATOMY measures a Checkpointer with one model and one optimizer; this one has %s and %s",
+            "stepfast: STEPFAST_ANATOMY measures a Checkpointer with one model and one optimizer, not %s and %s",
             len(models),
             len(optimizers),
         )
