@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import assert_never
 
+from stepfast.anatomymetrics import heard
 from stepfast.errors import ProtocolError
 from stepfast.messages import Hello, Launching, SaveRequested, Status
 from stepfast.nodestatus import NodeStatus, to_document
@@ -99,6 +100,7 @@ class Agent:
             limit_bytes=self.config.memory_limit_bytes,
             used_bytes=self.memory.used_bytes,
             lag_seconds=lambda: max((room.lag_seconds for room in list(self.rooms.values())), default=0.0),
+            anatomies=lambda: {room.job: heard(room.metrics) for room in list(self.rooms.values())},
         )
         stop = serve_http(self.config.metrics_address, self.config.metrics_port, self.metrics.registry, self.health)
         ends.push_async_callback(asyncio.to_thread, stop)

@@ -1,10 +1,17 @@
-"""The agent's Prometheus metrics, by the names of the API. No label grows with jobs or steps."""
+"""The agent's Prometheus metrics, by the names of the API. No label grows with jobs or steps, but for the gauges of a
+job's anatomy, which are there while its ranks are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from stepfast.anatomymetrics import METRICS, PREFIX
+from stepfast.step import JobKey
 
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)
 
@@ -47,9 +54,19 @@ class Metrics:
         self._used = Gauge(f"{prefix}_memory_used_bytes", "Memory tier in use.", registry=self.registry)
         self._limit = Gauge(f"{prefix}_memory_limit_bytes", "Memory tier's limit.", registry=self.registry)
         self._lag = Gauge(f"{prefix}_persist_lag_seconds", "Age of the oldest pending step.", registry=self.registry)
+        self._anatomies = _Anatomies()
+        self.registry.register(self._anatomies)
 
-    def observe(self, *, limit_bytes: int, used_bytes: Callable[[], int], lag_seconds: Callable[[], float]) -> None:
-        """What the gauges show."""
+    def observe(
+        self,
+        *,
+        limit_bytes: int,
+        used_bytes: Callable[[], int],
+        lag_seconds: Callable[[], float],
+        anatomies: Callable[[], Mapping[JobKey, Mapping[str, float]]],
+    ) -> None:
+        """What the gauges show. `anatomies`: of living jobs, as stepfast.anatomymetrics names it."""
+        self._anatomies.read = anatomies
         self._limit.set(limit_bytes)
         self._used.set_function(used_bytes)
         self._lag.set_function(lag_seconds)
@@ -76,3 +93,19 @@ class Metrics:
 
     def flushed(self, cause: str, seconds: float) -> None:
         self._flush.labels(cause=cause).observe(seconds)
+
+
+class _Anatomies(Collector):
+    """Gauges of what living jobs tell of their anatomy, read when somebody asks: a job that is gone leaves none."""
+
+    def __init__(self) -> None:
+        self.read: Callable[[], Mapping[JobKey, Mapping[str, float]]] = dict
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        told = self.read()
+        for name, meaning in METRICS.items():
+            family = GaugeMetricFamily(f"stepfast_{PREFIX}{name}", meaning, labels=["namespace", "name"])
+            for job, values in told.items():
+                if name in values:
+                    family.add_metric([job.namespace, job.name], values[name])
+            yield family

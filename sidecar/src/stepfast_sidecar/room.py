@@ -375,6 +375,13 @@ class Room:
         return any(session.alive for run in self.runs.values() for session in run.sessions.values())
 
     @property
+    def metrics(self) -> Mapping[str, float]:
+        """What the first rank that lives here tells beside its steps. Read by other threads, too."""
+        told = [session for run in list(self.runs.values()) for session in list(run.sessions.values())]
+        living = [session for session in told if session.alive]
+        return min(living, key=lambda session: session.hello.rank).metrics if living else {}
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is left to persist, to commit or to note."""
         return self._history.is_idle and not any(run.flow.pending_steps() for run in self.runs.values())

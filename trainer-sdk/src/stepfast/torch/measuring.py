@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from stepfast.anatomymetrics import told
 from stepfast.environment import Environment
 
 if TYPE_CHECKING:
     from stepfast.torch.anatomy import Meter, Report
 
 log = logging.getLogger("stepfast")
-
-PREFIX = "anatomy_"
 
 
 class Measuring:
@@ -43,7 +42,7 @@ class Measuring:
         if self._file is not None and report is not None and report is not self._written:
             self._written = report
             self._write(self._file, report)
-        return {**{PREFIX + name: value for name, value in self._meter.metrics().items()}, **theirs}
+        return {**told(self._meter.metrics()), **theirs}
 
     def lost(self, seconds: float) -> None:
         """A save stalled training for so long."""
