@@ -39,11 +39,13 @@ from stepfast_operator.observed import (
     Gang,
     Intent,
     Observed,
+    Room,
     Worker,
     dead_ranks_of,
 )
 from stepfast_operator.podview import PodView
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
+from stepfast_operator.room import room_of
 from stepfast_operator.workers import had_ranks, previous_nodes, workers_of
 from stepfast_operator.writepace import WritePace
 
@@ -132,6 +134,8 @@ class KubernetesBackend:
             command=self._job.manifest.command,
             storage_uri=self._job_storage().job_uri,
             generation=self._job.generation,
+            anatomy=self._job.manifest.anatomy,
+            room=self._room(),
         )
 
     async def read_steps(self) -> Sequence[Committed]:
@@ -226,6 +230,12 @@ class KubernetesBackend:
 
     def _pods(self) -> list[PodView]:
         return self._view.pods_of(self._job.job, self._job.uid)
+
+    def _room(self) -> Room:
+        """Of a job without a prediction nothing is compared with it: no walk over thousands of nodes."""
+        if self._job.manifest.anatomy is None:
+            return Room()
+        return room_of(self._job.spec, self._view.nodes.values(), self._view.reports.get)
 
     def _intent(self) -> Intent:
         # A job that is deleted gets its last checkpoint, as one that is suspended does.
