@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pynvml
 import pytest
 
+from nvmldouble import Driver
 from stepfast.footprint import ANNOTATION, Footprint
-from stepfast_operator.backends.machinememory import limits_of
+from stepfast_operator.backends.machinememory import limits_of, machine_memory
 
 MIB = 1 << 20
 EXABYTE = 1 << 60
@@ -104,6 +108,23 @@ def test_prediction_that_cannot_be_read_stops_nothing(runs: Any, run: Any) -> No
     assert run(json.dumps(manifest)) == 0, runs.log[-4000:]
     assert (condition(runs)["status"], condition(runs)["reason"]) == ("Unknown", "PredictionUnreadable")
     assert "stepfast: the job may not fit its memory: metadata.annotations[" in runs.log
+
+
+def test_gpus_of_this_machine_are_asked_for_when_the_ranks_have_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Driver())
+    found = machine_memory(7, has_gpus=True)
+    assert (found.name, found.device_bytes, found.slot_bytes) == ("this machine", 16 << 30, 7)
+    assert found.memory_bytes is not None
+    assert 0 < found.memory_bytes <= psutil.virtual_memory().total
+    assert machine_memory(7, has_gpus=False).device_bytes is None
+
+
+@pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetMemoryInfo"])
+def test_driver_that_does_not_answer_says_nothing(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    driver = Driver()
+    driver.refused[refused] = pynvml.NVML_ERROR_UNKNOWN
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert machine_memory(7, has_gpus=True).device_bytes is None
 
 
 def test_limits_of_all_control_groups_above_a_process_count(tmp_path: Path) -> None:

@@ -372,6 +372,8 @@ def test_memory_policy_warns_unless_told_otherwise() -> None:
         parse(memoryPolicy={"action": "Refused"})
     with pytest.raises(SpecError, match=r"spec\.memoryPolicy\.deviceMemory: '16GB' is no size"):
         parse(memoryPolicy={"deviceMemory": "16GB"})
+    with pytest.raises(SpecError, match=r"spec\.memoryPolicy\.deviceMemory: must be more than nothing"):
+        parse(memoryPolicy={"deviceMemory": 0})
 
 
 def test_prediction_is_taken_as_it_is_written() -> None:

@@ -132,6 +132,12 @@ def test_verdict_has_the_arithmetic_in_words(make_world: MakeWorld, row: tuple[A
     assert told[2].endswith(words) or status != "True", "nothing more is said of what fits"
 
 
+def test_message_stays_one_that_can_be_read(make_world: MakeWorld) -> None:
+    parts = {f"part {number}": (12 - number) * GIB for number in range(12)}
+    _, _, told = conclude(make_world, replace(BERT, components=parts), gpus(80))
+    assert ", part 5 7.0 GiB, part 6 6.0 GiB, others 15.0 GiB); a GPU" in told
+
+
 def test_job_without_a_prediction_has_no_such_condition(make_world: MakeWorld) -> None:
     world = make_world(**REFUSE)
     world.start()

@@ -21,7 +21,7 @@ def conditions_of(status: Status, observed: Observed) -> tuple[Condition, ...]:
     found = [_suspended(status), _pods_ready(status, observed), _restarting(status), _fresh(status, observed)]
     if status.current is not None:
         found.append(_progressing(status))
-    fits = _fits_memory(status, observed)
+    fits = _fits_memory(observed)
     if fits is not None:
         found.append(fits)
     terminal = _terminal(status)
@@ -96,13 +96,10 @@ def _fresh(status: Status, observed: Observed) -> Condition:
     return _make(kind, True, "Fresh")
 
 
-def _fits_memory(status: Status, observed: Observed) -> Condition | None:
-    """Of a gang that was launched it is what it was then: nodes that come and go change nothing about that."""
+def _fits_memory(observed: Observed) -> Condition | None:
     kind = ConditionType.FITS_MEMORY
-    before = observed.status.condition(kind)
-    is_launched = status.open_attempt is not None and observed.gang is not None
-    if observed.anatomy is not None and is_launched and before is not None:
-        return before
+    if observed.anatomy is not None and not memory.is_due(observed.status, observed.gang):
+        return observed.status.condition(kind)
     fit = memory.fit_of(observed)
     return None if fit is None else _make(kind, fit.fits, fit.reason, fit.message)
 

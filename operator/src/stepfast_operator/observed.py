@@ -156,7 +156,8 @@ class Observed:
     `dead_ranks` are dead beyond doubt; `untold_ranks` those whose pods may soon tell more than the agents have.
     `began_time` is when this operator (this `stepfast run`) began to look: what was due before it nobody could do.
     `command` names the command that asks for `resumeFromStep`, unlike any before it; None when the manifest does.
-    `anatomy` is the prediction that the manifest carries, as it is written there; `room` what it is compared with.
+    `anatomy` is the prediction that the manifest carries, as it is written there; `room` what it is compared with,
+    when `policies.memory.is_due`.
     `committed` is None until a decision asked to read it; `storage_error` says in a line why reading failed, and
     `is_storage_forbidden` that waiting will not mend it. `generation` is the manifest's, None on one machine.
     """

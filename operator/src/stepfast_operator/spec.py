@@ -188,6 +188,10 @@ class MemoryPolicy:
     action: MemoryAction = MemoryAction.WARN
     device_memory: int | None = field(default=None, metadata={"parse": parse_quantity})
 
+    def __post_init__(self) -> None:
+        if self.device_memory == 0:
+            raise SpecError("spec.memoryPolicy.deviceMemory", "must be more than nothing: leave it out")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:

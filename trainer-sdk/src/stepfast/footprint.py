@@ -27,6 +27,11 @@ _SIZES = {
 }
 _OPTIONAL = {"device_memory_bytes": "deviceMemoryBytes", "world_size": "worldSize"}
 _COMPONENTS = "components"
+# Whoever may write the job writes this, and it is told again in conditions, Events and terminals.
+_MOST_CHARACTERS = 16 * 1024
+_LONGEST_NAME = 200
+_MOST_COMPONENTS = 32
+_LARGEST = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,19 @@ class Footprint:
 
 def footprint_from_json(text: str, field: str = f"metadata.annotations[{ANNOTATION}]") -> Footprint:
     """Reads what `Footprint.to_json` wrote. Raises SpecError, with what is wrong; `field` is where the text stands."""
+    if len(text) > _MOST_CHARACTERS:
+        raise SpecError(field, f"is no prediction: {len(text)} characters are more than {_MOST_CHARACTERS}")
+    document = _document(text, field)
+    values: dict[str, Any] = {key: _text(document, name, field) for key, name in _TEXTS.items()}
+    values |= {key: _size(document, name, field) for key, name in _SIZES.items()}
+    values |= {
+        key: _size(document, name, field, least=1) for key, name in _OPTIONAL.items() if document.get(name) is not None
+    }
+    return _checked(Footprint(components=_components(document, field), **values), field)
+
+
+def _document(text: str, field: str) -> dict[str, Any]:
+    """The JSON's object, without its format, which is ours."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -75,17 +93,18 @@ def footprint_from_json(text: str, field: str = f"metadata.annotations[{ANNOTATI
     known = {*_TEXTS.values(), *_SIZES.values(), *_OPTIONAL.values(), _COMPONENTS}
     unknown = sorted(set(document) - known)
     if unknown:
-        raise SpecError(f"{field}.{unknown[0]}", f"unknown field; known here: {', '.join(sorted(known))}")
-    values: dict[str, Any] = {key: _text(document, name, field) for key, name in _TEXTS.items()}
-    values |= {key: _size(document, name, field) for key, name in _SIZES.items()}
-    values |= {
-        key: _size(document, name, field, least=1) for key, name in _OPTIONAL.items() if document.get(name) is not None
-    }
-    components = _needed(document, _COMPONENTS, field)
-    if not isinstance(components, dict):
-        raise SpecError(f"{field}.{_COMPONENTS}", f"expected an object of sizes, not {components!r}")
-    sizes = {name: _size(components, name, f"{field}.{_COMPONENTS}") for name in components}
-    return _checked(Footprint(components=sizes, **values), field)
+        raise SpecError(f"{field}.{_shown(unknown[0])}", f"unknown field; known here: {', '.join(sorted(known))}")
+    return document
+
+
+def _components(document: Mapping[str, Any], field: str) -> Mapping[str, int]:
+    components, where = _needed(document, _COMPONENTS, field), f"{field}.{_COMPONENTS}"
+    if not isinstance(components, dict) or len(components) > _MOST_COMPONENTS:
+        raise SpecError(where, f"expected an object of at most {_MOST_COMPONENTS} sizes, not {_shown(components)}")
+    wrong = next((name for name in components if not _is_word(name)), None)
+    if wrong is not None:
+        raise SpecError(where, f"{_shown(wrong)} is no component's name: at most {_LONGEST_NAME} printable characters")
+    return {name: _size(components, name, where) for name in components}
 
 
 def _checked(footprint: Footprint, field: str) -> Footprint:
@@ -110,13 +129,24 @@ def _needed(document: Mapping[str, Any], name: str, field: str) -> Any:
 
 def _text(document: Mapping[str, Any], name: str, field: str) -> str:
     value = _needed(document, name, field)
-    if not isinstance(value, str) or not value:
-        raise SpecError(f"{field}.{name}", f"expected text, not {value!r}")
+    if not isinstance(value, str) or not _is_word(value):
+        what = f"expected text of at most {_LONGEST_NAME} printable characters"
+        raise SpecError(f"{field}.{name}", f"{what}, not {_shown(value)}")
     return value
+
+
+def _is_word(text: str) -> bool:
+    return 0 < len(text) <= _LONGEST_NAME and text.isprintable()
+
+
+def _shown(value: object) -> str:
+    """As much of what is wrong as one needs to find it."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 def _size(document: Mapping[str, Any], name: str, field: str, *, least: int = 0) -> int:
     value = _needed(document, name, field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SpecError(f"{field}.{name}", f"expected a whole number of at least {least}, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
+        raise SpecError(f"{field}.{name}", f"expected a whole number of at least {least}, not {_shown(value)}")
     return value

@@ -13,9 +13,11 @@ from enum import StrEnum
 from stepfast.errors import SpecError
 from stepfast.footprint import Footprint, footprint_from_json
 from stepfast.sizes import size_text
-from stepfast_operator.observed import NodeMemory, Observed, Room
+from stepfast_operator.observed import Gang, NodeMemory, Observed, Room
+from stepfast_operator.record import ConditionType, Status
 from stepfast_operator.spec import MemoryAction
 
+_TOLD_PARTS = 8
 SLOTS = 3  # of a rank, where memory allows: docs/adr/three-slots.md
 _GPU_ADVICE = (
     "train with a smaller batch, activation checkpointing or sharding (FSDP, ZeRO) and predict anew, or choose nodes "
@@ -52,6 +54,14 @@ class _Capacity:
 
     size_bytes: int
     text: str
+
+
+def is_due(status: Status, gang: Gang | None) -> bool:
+    """Whether the verdict is to be taken now. That of a gang that was launched stays what it was then: nodes that come
+    and go change nothing about that.
+    """
+    is_launched = status.open_attempt is not None and gang is not None
+    return not is_launched or status.condition(ConditionType.FITS_MEMORY) is None
 
 
 def fit_of(observed: Observed) -> Fit | None:
@@ -177,8 +187,10 @@ def _compared(needed: int, told: str, capacities: Sequence[_Capacity], too_small
 
 
 def _components(footprint: Footprint) -> str:
-    """The parts of the peak, largest first."""
+    """The parts of the peak, largest first; those that are not told one by one together."""
     parts = sorted(footprint.components.items(), key=lambda part: (-part[1], part[0]))
+    if len(parts) > _TOLD_PARTS:
+        parts = [*parts[: _TOLD_PARTS - 1], ("others", sum(size for _, size in parts[_TOLD_PARTS - 1 :]))]
     told = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size)
     return f": {told}" if told else ""
 
