@@ -33,6 +33,12 @@ class Driver(ModuleType):
         self._check("nvmlInit")
         self.is_begun = True
 
+    def nvmlShutdown(self) -> None:
+        self.is_begun = False
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.names)
+
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         self._check("nvmlDeviceGetHandleByIndex")
         if not 0 <= index < len(self.names):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from stepfast.errors import SpecError
+from stepfast.footprint import ANNOTATION
 from stepfast.step import JobKey
 from stepfast_operator import clusterjob, labels
 from stepfast_operator.document import JSON, encode
@@ -30,6 +31,11 @@ def test_job_is_read() -> None:
     assert (job.is_deleted, job.launched, job.finalizers, job.manifest.command) == (False, None, (), None)
     assert job.path == "/apis/stepfast.dev/v1alpha1/namespaces/ml/trainingjobs/gpt"
     assert job.spec.trainer.command == ("torchrun", "t.py")
+
+
+def test_prediction_that_the_manifest_carries_is_read() -> None:
+    assert clusterjob.parse_job(document()).manifest.anatomy is None
+    assert clusterjob.parse_job(document(annotations={ANNOTATION: "{}"})).manifest.anatomy == "{}"
 
 
 def test_marks_of_the_operator_are_read() -> None:

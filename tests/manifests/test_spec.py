@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from stepfast.errors import SpecError
+from stepfast.footprint import ANNOTATION
 from stepfast.step import OnBusy
 from stepfast_operator.podtemplate import EnvVar
 from stepfast_operator.quantities import parse_quantity
@@ -16,6 +17,7 @@ from stepfast_operator.spec import (
     ExitCodeOperator,
     HangAction,
     Interval,
+    MemoryAction,
     ResumePolicy,
     RuleAction,
     TrainingJob,
@@ -26,11 +28,11 @@ from stepfast_operator.spec import (
 from stepfast_operator.torchrunoptions import script_of
 
 
-def parse(**spec: Any) -> TrainingJob:
+def parse(*, metadata: Any = None, **spec: Any) -> TrainingJob:
     manifest = {
         "apiVersion": API_VERSION,
         "kind": "TrainingJob",
-        "metadata": {"name": "gpt"},
+        "metadata": {"name": "gpt", **(metadata or {})},
         "spec": {"trainer": {"command": ["torchrun", "train.py"]}, **spec},
     }
     return parse_manifest(manifest, default_namespace="local")
@@ -357,3 +359,30 @@ def test_settings_for_the_sdk() -> None:
 )
 def test_script_is_found_in_the_command(words: list[str], script: str | None) -> None:
     assert script_of(words[:1], words[1:]) == script
+
+
+def test_memory_policy_warns_unless_told_otherwise() -> None:
+    policy = parse().spec.memory_policy
+    assert (policy.action, policy.device_memory) == (MemoryAction.WARN, None)
+    policy = parse(memoryPolicy={"action": "Refuse", "deviceMemory": "16Gi"}).spec.memory_policy
+    assert (policy.action, policy.device_memory) == (MemoryAction.REFUSE, 16 << 30)
+    with pytest.raises(
+        SpecError, match=r"spec\.memoryPolicy\.action: 'Refused' is none of Warn, Refuse \(did you mean"
+    ):
+        parse(memoryPolicy={"action": "Refused"})
+    with pytest.raises(SpecError, match=r"spec\.memoryPolicy\.deviceMemory: '16GB' is no size"):
+        parse(memoryPolicy={"deviceMemory": "16GB"})
+    with pytest.raises(SpecError, match=r"spec\.memoryPolicy\.deviceMemory: must be more than nothing"):
+        parse(memoryPolicy={"deviceMemory": 0})
+
+
+def test_prediction_is_taken_as_it_is_written() -> None:
+    assert parse(metadata={"annotations": {ANNOTATION: "{not read here"}}).anatomy == "{not read here"
+    assert parse(metadata={"annotations": {"other": "a"}}).anatomy is None
+    assert parse(metadata={"annotations": None}).anatomy is None
+
+
+@pytest.mark.parametrize("annotations", [["a"], {ANNOTATION: {"format": 1}}], ids=["a list", "an object"])
+def test_annotation_that_the_api_server_would_refuse_is_refused_here_too(annotations: Any) -> None:
+    with pytest.raises(SpecError, match=r"metadata\.annotations.*: expected"):
+        parse(metadata={"annotations": annotations})

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from stepfast_operator import sentences
 from stepfast_operator.observed import Observed
-from stepfast_operator.policies import deadline, freshness
+from stepfast_operator.policies import deadline, freshness, memory
 from stepfast_operator.record import Condition, ConditionType, State, Status
 
 _READY_STATES = frozenset({State.RUNNING, State.SUSPENDING})
+_WORDS = {True: "True", False: "False", None: "Unknown"}
 
 
 def conditions_of(status: Status, observed: Observed) -> tuple[Condition, ...]:
@@ -20,6 +21,9 @@ def conditions_of(status: Status, observed: Observed) -> tuple[Condition, ...]:
     found = [_suspended(status), _pods_ready(status, observed), _restarting(status), _fresh(status, observed)]
     if status.current is not None:
         found.append(_progressing(status))
+    fits = _fits_memory(observed)
+    if fits is not None:
+        found.append(fits)
     terminal = _terminal(status)
     if terminal is not None:
         found.append(terminal)
@@ -44,8 +48,8 @@ def _dated(condition: Condition, old: Condition | None, now: float, generation: 
     return replace(condition, last_transition_time=since, observed_generation=generation)
 
 
-def _make(kind: ConditionType, holds: bool, reason: str, message: str = "") -> Condition:
-    return Condition(type=kind, status="True" if holds else "False", reason=reason, message=message)
+def _make(kind: ConditionType, holds: bool | None, reason: str, message: str = "") -> Condition:
+    return Condition(type=kind, status=_WORDS[holds], reason=reason, message=message)
 
 
 def _suspended(status: Status) -> Condition:
@@ -90,6 +94,14 @@ def _fresh(status: Status, observed: Observed) -> Condition:
     if checkpoint.latest_persisted_step is None:
         return _make(kind, False, "NoCheckpoint")
     return _make(kind, True, "Fresh")
+
+
+def _fits_memory(observed: Observed) -> Condition | None:
+    kind = ConditionType.FITS_MEMORY
+    if observed.anatomy is not None and not memory.is_due(observed.status, observed.gang):
+        return observed.status.condition(kind)
+    fit = memory.fit_of(observed)
+    return None if fit is None else _make(kind, fit.fits, fit.reason, fit.message)
 
 
 def _terminal(status: Status) -> Condition | None:

@@ -39,7 +39,7 @@ from stepfast_operator.actions import (
     SupersedeAfter,
 )
 from stepfast_operator.observed import AgentState, Failure, Intent, Observed, WorkerPhase
-from stepfast_operator.policies import deadline, flush, freshness, progress, restart, resume, suspend, ttl
+from stepfast_operator.policies import deadline, flush, freshness, memory, progress, restart, resume, suspend, ttl
 from stepfast_operator.record import Attempt, Cause, FailedReason, State, Verdict
 from stepfast_operator.spec import HangAction
 
@@ -47,6 +47,7 @@ AGENT_START_SECONDS = 15.0
 _SOON_SECONDS = 0.1
 _STORAGE_RETRY_SECONDS = 2.0
 _IDLE_SECONDS = 5.0
+_REFUSED_SECONDS = 30.0  # what else may mend it wakes the job
 
 
 def decide(observed: Observed) -> Decision:
@@ -135,13 +136,24 @@ def _between(observed: Observed) -> Decision:
         if status.state is State.SUSPENDED:
             return _decision("suspended")
         return _decision("the gang has stopped as asked", MarkSuspended())
-    if deadline.is_active_exceeded(observed):
-        return _decision("activeDeadlineSeconds are over", _deadline_failed(observed))
-    if observed.storage_error is not None:
-        return _without_storage(observed, observed.storage_error)
+    held_up = _held_up(observed)
+    if held_up is not None:
+        return held_up
     if observed.committed is None:
         return _decision("the committed steps decide how to go on", ReadSteps())
     return _plan(observed)
+
+
+def _held_up(observed: Observed) -> Decision | None:
+    """What stands in the way of another attempt that is wanted."""
+    if deadline.is_active_exceeded(observed):
+        return _decision("activeDeadlineSeconds are over", _deadline_failed(observed))
+    refused = memory.refusal(observed)
+    if refused is not None:
+        return _without_memory(observed, refused)
+    if observed.storage_error is not None:
+        return _without_storage(observed, observed.storage_error)
+    return None
 
 
 def _deadline_failed(observed: Observed) -> MarkFailed:
@@ -149,6 +161,16 @@ def _deadline_failed(observed: Observed) -> MarkFailed:
     return MarkFailed(
         reason=FailedReason.DEADLINE_EXCEEDED, message=f"was active for {seconds:g} s (activeDeadlineSeconds)"
     )
+
+
+def _without_memory(observed: Observed, message: str) -> Decision:
+    """The job does not fit, and is not to be tried. In a cluster it waits, as pods do that fit no node: a node, the
+    prediction or the policy may change.
+    """
+    if observed.is_on_one_machine:
+        failed = MarkFailed(reason=FailedReason.DOES_NOT_FIT_MEMORY, message=message)
+        return _decision("it does not fit this machine's memory", failed)
+    return _decision(f"it does not fit its memory: {message}", RequeueAfter(seconds=_REFUSED_SECONDS))
 
 
 def _without_storage(observed: Observed, error: str) -> Decision:

@@ -29,6 +29,7 @@ class EventReason(StrEnum):
     NO_PROGRESS = "NoProgress"
     HANG_DETECTED = "HangDetected"
     CHECKPOINT_RESTORED = "CheckpointRestored"
+    DOES_NOT_FIT_MEMORY = "DoesNotFitMemory"
     CHECKPOINT_STALE = "CheckpointStale"
     PERSIST_FAILED = "PersistFailed"
     STORAGE_UNAVAILABLE = "StorageUnavailable"
@@ -77,6 +78,10 @@ def _warning(reason: EventReason, message: str) -> JobEvent:
 
 def _begun(seen: Pass) -> Iterator[JobEvent]:
     after = seen.after
+    fits = after.condition(ConditionType.FITS_MEMORY)
+    unfit = sentences.describe_fit(seen.before, after)
+    if unfit is not None and fits is not None and fits.status == "False":
+        yield _warning(EventReason.DOES_NOT_FIT_MEMORY, unfit)
     for action in seen.decision.actions:
         if isinstance(action, MarkResumed):
             yield _normal(EventReason.RESUMED, "the job goes on")

@@ -55,8 +55,18 @@ def processes_per_node(spec: TrainingSpec) -> int:
     """`numProcPerNode`; auto is one per GPU that a node's pod asks for, one without. Raises SpecError."""
     if spec.trainer.num_proc_per_node is not None:
         return spec.trainer.num_proc_per_node
-    limits = _resources(_trainer_of(spec.template.spec), spec).get("limits") or {}
-    return max(1, sum(_count(name, limits.get(name)) for name in _GPUS))
+    return max(1, gpus_per_node(spec))
+
+
+def gpus_per_node(spec: TrainingSpec, kinds: Sequence[str] = _GPUS) -> int:
+    """How many GPUs of these kinds a node's pod asks for. Raises SpecError."""
+    limits = resources_of(spec).get("limits") or {}
+    return sum(_count(name, limits.get(name)) for name in kinds)
+
+
+def resources_of(spec: TrainingSpec) -> Mapping[str, JSON]:
+    """What the trainer's container asks for, by `limits` and `requests`."""
+    return _resources(_trainer_of(spec.template.spec), spec)
 
 
 def _count(name: str, amount: JSON) -> int:

@@ -121,6 +121,31 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMemory:
+    """What a node has (bytes; None: nobody says). `device_bytes`: each of its GPUs. `memory_bytes`: what pods may take.
+    `slot_bytes`: what its agent may.
+    """
+
+    name: str
+    device_bytes: int | None = None
+    memory_bytes: int | None = None
+    slot_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The memory that the gang is to find. `nodes`: those that it may run on. On one of them are `ranks` of the job's
+    `world_size`, which share `gpus`; `limit_bytes` is what they may take together of its memory (None: all of it).
+    """
+
+    world_size: int = 1
+    ranks: int = 1
+    gpus: int = 0
+    limit_bytes: int | None = None
+    nodes: Sequence[NodeMemory] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """One look at the world. `now` is seconds since the epoch.
 
@@ -131,6 +156,8 @@ class Observed:
     `dead_ranks` are dead beyond doubt; `untold_ranks` those whose pods may soon tell more than the agents have.
     `began_time` is when this operator (this `stepfast run`) began to look: what was due before it nobody could do.
     `command` names the command that asks for `resumeFromStep`, unlike any before it; None when the manifest does.
+    `anatomy` is the prediction that the manifest carries, as it is written there; `room` what it is compared with,
+    when `policies.memory.is_due`.
     `committed` is None until a decision asked to read it; `storage_error` says in a line why reading failed, and
     `is_storage_forbidden` that waiting will not mend it. `generation` is the manifest's, None on one machine.
     """
@@ -155,6 +182,13 @@ class Observed:
     command: str | None = None
     storage_uri: str = ""
     generation: int | None = None
+    anatomy: str | None = None
+    room: Room = Room()
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether whoever wants the job has typed a command, and waits for it."""
+        return self.generation is None
 
     def newest_run(self, run: str) -> str:
         """The run as its ranks call it now: after the newest in-place restart that an agent knows of."""

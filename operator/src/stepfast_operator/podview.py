@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from stepfast.errors import SpecError
@@ -11,6 +11,7 @@ from stepfast.nodestatus import JobStatus, from_document
 from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.document import JSON
+from stepfast_operator.quantities import parse_quantity
 
 _TERMINAL = frozenset({"Succeeded", "Failed"})
 
@@ -68,22 +69,27 @@ class PodView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """A node. `not_ready_time` is since when it is not Ready; None while it is."""
+    """A node. `not_ready_time` is since when it is not Ready; None while it is. `allocatable_bytes`: of its memory."""
 
     name: str
     not_ready_time: float | None
     ready_message: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    allocatable_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What a node's agent reports, and which generation of the operator's requests that takes in."""
+    """What a node's agent reports, and which generation of the operator's requests that takes in. `memory_limit_bytes`:
+    what it may take for slots; None while it does not say.
+    """
 
     node: str
     generation: int
     observed_generation: int
     requests: tuple[Mapping[str, str], ...]
     jobs: Sequence[JobStatus]
+    memory_limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,23 +148,35 @@ def node_of(node: JSON) -> NodeView:
     return NodeView(
         name=node["metadata"]["name"],
         not_ready_time=None if is_ready else _time(ready.get("lastTransitionTime")) or 0.0,
+        labels=node["metadata"].get("labels") or {},
+        allocatable_bytes=_allocatable(node),
         ready_message="" if is_ready else f"{ready.get('reason', 'NotReady')}: {ready.get('message', '')}".rstrip(": "),
     )
+
+
+def _allocatable(node: JSON) -> int | None:
+    amount = ((node.get("status") or {}).get("allocatable") or {}).get("memory")
+    try:
+        return None if amount is None else parse_quantity(amount, "status.allocatable.memory")
+    except SpecError:
+        return None  # in thousandths, say: nobody says it
 
 
 def report_of(document: JSON) -> NodeReport:
     """A CheckpointNode; one whose status does not make sense reports nothing."""
     metadata, spec, status = document["metadata"], document.get("spec") or {}, document.get("status") or {}
     try:
-        jobs = from_document({"node": metadata["name"], "memory": {"limitBytes": 0, "usedBytes": 0}, **status}).jobs
+        told = from_document({"node": metadata["name"], "memory": {"limitBytes": 0, "usedBytes": 0}, **status})
+        jobs, limit = told.jobs, told.memory_limit_bytes
     except (KeyError, TypeError, ValueError, SpecError):
-        jobs = ()
+        jobs, limit = (), 0
     return NodeReport(
         node=metadata["name"],
         generation=int(metadata.get("generation") or 0),
         observed_generation=int(status.get("observedGeneration") or 0),
         requests=tuple(dict(request) for request in spec.get("requests") or ()),
         jobs=jobs,
+        memory_limit_bytes=limit or None,
     )
 
 

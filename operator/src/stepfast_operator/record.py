@@ -35,6 +35,7 @@ class FailedReason(StrEnum):
     STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
     INVALID_SPEC = "InvalidSpec"
     CHECKPOINT_UNAVAILABLE = "CheckpointUnavailable"
+    DOES_NOT_FIT_MEMORY = "DoesNotFitMemory"
 
 
 class Cause(StrEnum):
@@ -67,6 +68,7 @@ class ConditionType(StrEnum):
     PROGRESSING = "Progressing"
     RESTARTING = "Restarting"
     CHECKPOINT_FRESH = "CheckpointFresh"
+    FITS_MEMORY = "FitsMemory"
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -74,7 +76,7 @@ class ConditionType(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
     type: ConditionType
-    status: str  # True | False, as metav1
+    status: str  # True | False | Unknown, as metav1
     reason: str
     message: str = ""
     last_transition_time: float = 0.0

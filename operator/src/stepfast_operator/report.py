@@ -13,7 +13,7 @@ from rich.text import Text
 
 from stepfast.sizes import size_text
 from stepfast_operator.document import JSON
-from stepfast_operator.record import Condition, ConditionType, Recovery, State, Status
+from stepfast_operator.record import Condition, ConditionType, FailedReason, Recovery, State, Status
 from stepfast_operator.sentences import count_text, describe_failure, has_trained_for_nothing, span_text
 
 RECOVERY_HEADINGS = (
@@ -34,6 +34,7 @@ _GOOD = {
     ConditionType.PODS_READY: "True",
     ConditionType.PROGRESSING: "True",
     ConditionType.CHECKPOINT_FRESH: "True",
+    ConditionType.FITS_MEMORY: "True",
     ConditionType.RESTARTING: "False",
     ConditionType.SUSPENDED: "False",
 }
@@ -83,6 +84,9 @@ def facts_of(status: Status, now: float | None = None) -> list[tuple[str, str]]:
         facts.append(("reason", f"{current.fail_reason}: {current.fail_message}".rstrip(": ")))
     if now is not None and not status.is_terminal:
         facts += _conditions(status, now)
+    fits = status.condition(ConditionType.FITS_MEMORY)
+    if fits is not None and fits.status == "False" and _is_over(status, now) and not _is_refused(status):
+        facts.append(("memory", f"too small: {fits.message}"))  # why it failed, perhaps
     if status.last_failure is not None:
         facts.append(("last failure", describe_failure(status.last_failure)))
     if now is not None and not status.is_terminal and status.nodes.desired > 1:
@@ -109,6 +113,16 @@ def facts_of(status: Status, now: float | None = None) -> list[tuple[str, str]]:
     if now is not None and checkpoint.storage_error is not None and not status.is_terminal:
         facts.append(("waiting for storage", checkpoint.storage_error))
     return facts
+
+
+def _is_over(status: Status, now: float | None) -> bool:
+    """Whether its conditions are told no more."""
+    return now is None or status.is_terminal
+
+
+def _is_refused(status: Status) -> bool:
+    """Whether that it does not fit its memory is why it failed."""
+    return status.current is not None and status.current.fail_reason is FailedReason.DOES_NOT_FIT_MEMORY
 
 
 def _recoveries(status: Status) -> Table:

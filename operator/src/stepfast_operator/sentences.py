@@ -6,7 +6,7 @@ import re
 
 from stepfast.sizes import size_text
 from stepfast_operator.observed import Failure
-from stepfast_operator.record import Attempt, LastFailure, Recovery, State, Status
+from stepfast_operator.record import Attempt, ConditionType, LastFailure, Recovery, State, Status
 
 ALL_RANKS = "all ranks are here"
 _NO_RANK = "no rank uses the SDK yet"
@@ -85,6 +85,17 @@ def describe_recovery(recovery: Recovery) -> str:
     lost = f", {count_text(recovery.steps_lost, 'step')} lost" if recovery.steps_lost else ", nothing lost"
     seconds = recovery.duration_seconds or 0.0
     return f"training goes on {seconds:.1f} s after the failure of attempt {recovery.attempt}{lost}"
+
+
+def describe_fit(before: Status, after: Status) -> str | None:
+    """That the job is not known to fit its memory, said when that is news."""
+    old, new = (status.condition(ConditionType.FITS_MEMORY) for status in (before, after))
+    if new is None or new.status == "True":
+        return None
+    if old is not None and (old.status, old.reason, old.message) == (new.status, new.reason, new.message):
+        return None
+    verdict = "does not fit its memory" if new.status == "False" else "may not fit its memory"
+    return f"the job {verdict}: {new.message}"
 
 
 def describe_commit(status: Status) -> str:

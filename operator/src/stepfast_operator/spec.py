@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stepfast.errors import SpecError
+from stepfast.footprint import ANNOTATION
 from stepfast.step import JobKey, OnBusy
 from stepfast_operator.document import JSON, decode
 from stepfast_operator.podtemplate import EnvVar, PodTemplate, parse_env, parse_resources
@@ -50,6 +51,13 @@ class HangAction(StrEnum):
 
     RESTART_JOB = "RestartJob"
     NOTIFY = "Notify"
+
+
+class MemoryAction(StrEnum):
+    """What happens to a job that, by the prediction in its manifest, does not fit its memory."""
+
+    WARN = "Warn"
+    REFUSE = "Refuse"
 
 
 class ResumePolicy(StrEnum):
@@ -174,6 +182,18 @@ class ProgressPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPolicy:
+    """`device_memory` (bytes): what a device has, where no node says it."""
+
+    action: MemoryAction = MemoryAction.WARN
+    device_memory: int | None = field(default=None, metadata={"parse": parse_quantity})
+
+    def __post_init__(self) -> None:
+        if self.device_memory == 0:
+            raise SpecError("spec.memoryPolicy.deviceMemory", "must be more than nothing: leave it out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     size_limit: int | None = field(default=None, metadata={"parse": parse_quantity})
     on_busy: OnBusy = OnBusy.WAIT
@@ -224,6 +244,7 @@ class TrainingSpec:
     startup_deadline_seconds: float = field(default=900.0, metadata={"least": 0})
     failure_policy: FailurePolicy = FailurePolicy()
     progress_policy: ProgressPolicy = ProgressPolicy()
+    memory_policy: MemoryPolicy = MemoryPolicy()
     checkpoint: Checkpoint = Checkpoint()
 
     def __post_init__(self) -> None:
@@ -257,6 +278,7 @@ class TrainingSpec:
 class TrainingJob:
     job: JobKey
     spec: TrainingSpec
+    anatomy: str | None = None  # the annotation with the prediction, as it is written
     command: str | None = None  # names the command that asks for `resumeFromStep`; None when the manifest does
     cluster_only: tuple[str, ...] = ()  # paths of fields that have no meaning on one machine
 
@@ -279,7 +301,25 @@ def parse_manifest(document: JSON, *, default_namespace: str) -> TrainingJob:
     if not isinstance(spec, Mapping):
         raise SpecError("spec", "is required")
     _refuse_planned(spec)
-    return TrainingJob(job=job, spec=decode(TrainingSpec, spec, "spec"), cluster_only=_cluster_only(spec))
+    return TrainingJob(
+        job=job,
+        spec=decode(TrainingSpec, spec, "spec"),
+        anatomy=_anatomy_of(metadata),
+        cluster_only=_cluster_only(spec),
+    )
+
+
+def _anatomy_of(metadata: Mapping[str, JSON]) -> str | None:
+    """The prediction that the manifest carries. Whether it makes sense is `policies.memory`'s to say: no job fails
+    for its annotation.
+    """
+    annotations = metadata.get("annotations") or {}
+    if not isinstance(annotations, Mapping):
+        raise SpecError("metadata.annotations", f"expected an object, not {annotations!r}")
+    text = annotations.get(ANNOTATION)
+    if text is not None and not isinstance(text, str):
+        raise SpecError(f"metadata.annotations[{ANNOTATION}]", f"expected text, not {text!r}")
+    return text
 
 
 def _refuse_planned(spec: Mapping[str, JSON]) -> None:

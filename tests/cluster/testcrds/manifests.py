@@ -64,6 +64,7 @@ FULL: dict[str, Any] = {
         ],
     },
     "progressPolicy": {"progressDeadlineSeconds": 600, "action": "Notify"},
+    "memoryPolicy": {"action": "Refuse", "deviceMemory": "16Gi"},
     "checkpoint": {
         "storageUri": "abfss://c@account.dfs.core.windows.net/a",
         "resumePolicy": "Step",

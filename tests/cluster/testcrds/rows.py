@@ -35,6 +35,8 @@ ACCEPTED: dict[str, Any] = {
     "equal request and limit": {
         "trainer": {**LEAST["trainer"], "resourcesPerNode": {"limits": {"cpu": 1}, "requests": {"cpu": "1000m"}}}},
     "storage of its own": checkpoint(secretRef={"name": "a"}, resumePolicy="Latest"),
+    "device memory in bytes": {**LEAST, "memoryPolicy": {"deviceMemory": 16_000_000_000}},
+    "device memory without an action": {**LEAST, "memoryPolicy": {"deviceMemory": "15.8Gi"}},
     "exit codes but these": {**LEAST, "failurePolicy": {"rules": [
         {"name": "r", "action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [0, 1]}}]}},
     "condition without a status": {**LEAST, "failurePolicy": {"rules": [
@@ -108,6 +110,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "too little memory in bytes": (checkpoint(memory={"sizeLimit": 8392703}), "is too little memory"),
     "too little memory for two": ({**checkpoint(memory={"sizeLimit": "16Mi"}), **trainer(numProcPerNode=2)},
         "is too little memory"),
+    "memory action": ({**LEAST, "memoryPolicy": {"action": "Stop"}},
+        'spec.memoryPolicy.action: Unsupported value: "Stop"'),
+    "no device memory": ({**LEAST, "memoryPolicy": {"deviceMemory": 0}}, "is no size: write bytes, or as in 16Gi"),
+    "device memory of no size": ({**LEAST, "memoryPolicy": {"deviceMemory": "16GB"}}, "is no size: write bytes"),
     "elastic gangs": ({**LEAST, "elasticPolicy": {"minNodes": 1}}, 'unknown field "spec.elasticPolicy"'),
     "pod groups": ({**LEAST, "podGroupPolicy": {}}, 'unknown field "spec.podGroupPolicy"'),
     "node exclusion": ({**LEAST, "nodeExclusionPolicy": {}}, 'unknown field "spec.nodeExclusionPolicy"'),
@@ -133,6 +139,8 @@ DONE = "and is never run again: only spec.ttlSecondsAfterFinished can still be c
 
 CHANGES: dict[str, tuple[Any, dict[str, Any] | None, Any, str | None]] = {
     "limits while running": (LEAST, RUNNING, {**LEAST, "failurePolicy": {"maxRestarts": 20}}, None),
+    "memory policy while running": (LEAST, RUNNING, {**LEAST, "memoryPolicy": {"action": "Refuse"}}, None),
+    "memory policy while refused": ({**LEAST, "memoryPolicy": {"action": "Refuse"}}, {"state": "Pending"}, LEAST, None),
     "suspend": (LEAST, RUNNING, STOPPED, None),
     "suspend with nulls in the template": (POD, RUNNING, {**POD, "suspend": True}, None),
     "resume": (STOPPED, SUSPENDED, LEAST, None),
@@ -174,6 +182,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any] | None, Any, str | None]] = {
     "deadline when finished": (LEAST, FINISHED, {**LEAST, "activeDeadlineSeconds": 1}, DONE),
     "start when finished": (LEAST, FINISHED, {**LEAST, "startupDeadlineSeconds": 1}, DONE),
     "progress when finished": (LEAST, FINISHED, {**LEAST, "progressPolicy": {"action": "Notify"}}, DONE),
+    "memory policy when finished": (LEAST, FINISHED, {**LEAST, "memoryPolicy": {"action": "Refuse"}}, DONE),
     "checkpoint when finished": (LEAST, FINISHED, checkpoint(interval={"steps": 1}), DONE),
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from stepfast_operator.observed import (
     Gang,
     Intent,
     Observed,
+    Room,
     Worker,
     WorkerPhase,
     dead_ranks_of,
@@ -73,6 +74,8 @@ class FakeBackend:
         self.is_deleted = False
         self.total_steps: int | None = None
         self.generation: int | None = None
+        self.anatomy: str | None = None
+        self.room = Room(world_size=world_size, ranks=world_size)
         self.awaited_agents: tuple[str, ...] = ()
 
     # What the world does.
@@ -211,6 +214,8 @@ class FakeBackend:
             storage_uri="memory://fake/test/job",
             generation=self.generation,
             awaited_agents=self.awaited_agents,
+            anatomy=self.anatomy,
+            room=self.room,
         )
 
     async def read_steps(self) -> Sequence[Committed]:

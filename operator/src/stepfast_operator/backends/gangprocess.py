@@ -113,12 +113,15 @@ def free_port(nodes: int) -> int:
 
 def local_processes(limit: int | None) -> int:
     """How many ranks a node gets: as many as asked for, else one per GPU, else one."""
-    if limit is not None:
-        return limit
+    return limit if limit is not None else max(1, local_gpus())
+
+
+def local_gpus() -> int:
+    """How many GPUs ranks see here."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return max(1, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))
-    return max(1, len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]))
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,11 +39,14 @@ from stepfast_operator.observed import (
     Gang,
     Intent,
     Observed,
+    Room,
     Worker,
     dead_ranks_of,
 )
 from stepfast_operator.podview import PodView
+from stepfast_operator.policies import memory
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
+from stepfast_operator.room import room_of
 from stepfast_operator.workers import had_ranks, previous_nodes, workers_of
 from stepfast_operator.writepace import WritePace
 
@@ -113,6 +116,7 @@ class KubernetesBackend:
         told = [(node, job) for node, job in self._told() if self._view.is_ready(node)]
         current = status.current
         living = self._living_nodes(current.run) if current is not None else []
+        gang = self._gang(current, pods, now)
         dead = [rank for node, job in told for rank in dead_ranks_of(node, [job])]
         return Observed(
             now=now,
@@ -121,7 +125,7 @@ class KubernetesBackend:
             spec=self._job.spec,
             status=status,
             intent=self._intent(),
-            gang=self._gang(current, pods, now),
+            gang=gang,
             live_runs=self._live_runs(status, pods),
             agent=self._agents(living),
             reports=[job for _, job in told],
@@ -132,6 +136,8 @@ class KubernetesBackend:
             command=self._job.manifest.command,
             storage_uri=self._job_storage().job_uri,
             generation=self._job.generation,
+            anatomy=self._job.manifest.anatomy,
+            room=self._room(status, gang),
         )
 
     async def read_steps(self) -> Sequence[Committed]:
@@ -226,6 +232,12 @@ class KubernetesBackend:
 
     def _pods(self) -> list[PodView]:
         return self._view.pods_of(self._job.job, self._job.uid)
+
+    def _room(self, status: Status, gang: Gang | None) -> Room:
+        """Where nothing is compared with it, no walk over thousands of nodes."""
+        if self._job.manifest.anatomy is None or not memory.is_due(status, gang):
+            return Room()
+        return room_of(self._job.spec, self._view.nodes.values(), self._view.reports.get)
 
     def _intent(self) -> Intent:
         # A job that is deleted gets its last checkpoint, as one that is suspended does.

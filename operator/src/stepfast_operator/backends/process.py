@@ -30,12 +30,14 @@ from stepfast_operator.backends.gangprocess import (
     command_of,
     environment,
     free_port,
+    local_gpus,
     local_processes,
     torchrun_environment,
     variables_of,
 )
 from stepfast_operator.backends.jobstorage import JobStorage
 from stepfast_operator.backends.localagent import LocalAgent
+from stepfast_operator.backends.machinememory import machine_memory
 from stepfast_operator.backends.standby import Standby
 from stepfast_operator.backends.statefolder import Launch, StateFolder
 from stepfast_operator.document import JSON
@@ -48,6 +50,7 @@ from stepfast_operator.observed import (
     Gang,
     Intent,
     Observed,
+    Room,
     Worker,
     WorkerPhase,
 )
@@ -101,6 +104,7 @@ class ProcessBackend:
         self._gang_run: str | None = None
         self._poll: asyncio.TimerHandle | None = None
         self._storage = JobStorage(job.job, settings.storage_uri, settings.open_store)
+        self._room = self._find_room()
         saved = state.read()
         self._began = settings.clock()
         self._written = saved.written_time if saved is not None else self._began
@@ -143,6 +147,8 @@ class ProcessBackend:
             began_time=self._began,
             command=self._job.command,
             storage_uri=self._storage.job_uri,
+            anatomy=self._job.anatomy,
+            room=self._room,
         )
 
     async def read_steps(self) -> Sequence[Committed]:
@@ -245,6 +251,17 @@ class ProcessBackend:
     def is_gang_alive(self) -> bool:
         """Whether a launcher that was started here lives."""
         return any(process.exit_code() is None for process in self._gang.values())
+
+    def _find_room(self) -> Room:
+        """All nodes are this machine, and its GPUs those of each: rank 0 of every node takes the first. A job without a
+        prediction has nothing to compare.
+        """
+        if self._job.anatomy is None:
+            return Room()
+        ranks = self._job.spec.trainer.num_nodes * self._ranks_per_node
+        gpus = min(local_gpus(), self._ranks_per_node)
+        machine = machine_memory(self._settings.memory_limit, has_gpus=gpus > 0)
+        return Room(world_size=ranks, ranks=ranks, gpus=gpus, nodes=[machine])
 
     def _is_ours(self, run: str) -> bool:
         return is_run_of(run, self._uid)

@@ -13,7 +13,10 @@ COMMIT_LINE_SECONDS = 5.0
 def tell(seen: Pass) -> list[str]:
     """What this pass brought, in order, one line for each event."""
     before, after = seen.before, seen.after
-    lines = [_rolled_back(action) for action in seen.decision.actions if isinstance(action, SupersedeAfter)]
+    unfit = sentences.describe_fit(before, after)
+    # That it was refused for it is said at its end.
+    lines = [unfit] if unfit is not None and not after.is_terminal else []
+    lines += [_rolled_back(action) for action in seen.decision.actions if isinstance(action, SupersedeAfter)]
     lines += [_launched(action, after) for action in seen.decision.actions if isinstance(action, LaunchGang)]
     if before.current is not None:
         lines += ["the agent is started" for action in seen.decision.actions if isinstance(action, StartAgent)]
