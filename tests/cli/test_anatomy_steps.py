@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from stepfast.footprint import ANNOTATION, footprint_from_json
 
 CONFIG = {
     "model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128,
@@ -107,3 +110,40 @@ def test_a_file_is_not_replaced_unless_that_is_asked_for(folder: Path) -> None:
     assert stepfast(folder, *command).returncode != 0
     assert (folder / "report.json").read_text(encoding="utf-8") == "mine"
     assert stepfast(folder, *command, "--force").returncode == 0
+
+
+JOB = """# what we train
+apiVersion: stepfast.dev/v1alpha1
+kind: TrainingJob
+metadata:
+  name: bert  # ours
+spec:
+  trainer: {image: registry.example/bert, command: [torchrun], args: [train.py], numNodes: 4, numProcPerNode: 2}
+"""
+
+
+def test_a_manifest_carries_the_prediction_and_nothing_else_of_it_changes(folder: Path) -> None:
+    (folder / "job.yaml").write_text(JOB, encoding="utf-8")
+    ran = stepfast(
+        folder, "predict", "--model", "config.json", "--parallel", "fsdp2:8", "--annotate", "job.yaml", "--json"
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "job.yaml: bert carries the prediction" in ran.stderr
+    text = (folder / "job.yaml").read_text(encoding="utf-8")
+    assert [
+        line for line in text.splitlines() if "annotations" not in line and ANNOTATION not in line
+    ] == JOB.splitlines()
+    footprint = footprint_from_json(yaml.safe_load(text)["metadata"]["annotations"][ANNOTATION])
+    report = json.loads(ran.stdout)
+    assert footprint.world_size == 8
+    assert footprint.occupied_bytes == report["memory"]["reserved_bytes"] + report["memory"]["context_bytes"]
+    states = ("weights", "buffers", "optimizer")
+    assert footprint.checkpoint_bytes == sum(report["memory"]["steady_components"].get(name, 0) for name in states)
+
+
+def test_a_file_that_is_no_manifest_is_left_as_it_is(folder: Path) -> None:
+    (folder / "job.yaml").write_text("kind: Pod\n", encoding="utf-8")
+    ran = stepfast(folder, "predict", "--model", "config.json", "--annotate", "job.yaml")
+    assert ran.returncode != 0
+    assert "holds no TrainingJob" in ran.stderr
+    assert (folder / "job.yaml").read_text(encoding="utf-8") == "kind: Pod\n"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stepfast.cli.manifestfile import annotate as write_annotation
 from stepfast.cli.told import told
 from stepfast.errors import AnatomyError
 
@@ -86,6 +87,15 @@ def predict(  # noqa: PLR0917 - typer calls it by keyword
     html: Html = None,
     as_json: AsJson = False,
     force: Force = False,
+    annotate: Annotated[
+        Path | None,
+        typer.Option(
+            "--annotate",
+            metavar="job.yaml",
+            help="write the prediction into this manifest: the operator compares it with what its nodes have",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="which TrainingJob of the manifest's several")] = None,
 ) -> None:
     """Predicts memory and time of a training step without a GPU, weights or data."""
     from stepfast.cli.anatomy import show
@@ -113,6 +123,11 @@ def predict(  # noqa: PLR0917 - typer calls it by keyword
 
         report = _largest(report_of) if largest else report_of(batch_size or 1)
         show(report, out=out, html=html, as_json=as_json, force=force)
+        if annotate is not None:
+            from stepfast.torch.anatomy.report import footprint_of
+
+            job = write_annotation(annotate, footprint_of(report), name)
+            typer.echo(f"{annotate}: {job} carries the prediction", err=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,9 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from stepfast.footprint import Footprint
+from stepfast.torch.anatomy.timeline import Component
+
 FORMAT = 1
 
 
@@ -125,7 +128,9 @@ class TimeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`kind`: "predicted" or "measured". `settings`: what was asked, in words, in order of appearance."""
+    """`kind`: "predicted" or "measured". `settings`: what was asked, in words, in order of appearance. `ranks`: how
+    many train together, of which this is one.
+    """
 
     kind: str
     title: str
@@ -136,9 +141,28 @@ class Report:
     memory: MemoryReport
     time: TimeReport
     notes: Sequence[str] = field(default=())
+    ranks: int = 1
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+
+def footprint_of(report: Report) -> Footprint:
+    """What a manifest carries of a prediction. A save stages what is there between steps: weights, buffers, states."""
+    memory = report.memory
+    kept = (Component.WEIGHTS, Component.BUFFERS, Component.OPTIMIZER)
+    return Footprint(
+        title=report.title,
+        device=report.device,
+        device_memory_bytes=memory.limit_bytes,
+        occupied_bytes=memory.occupied_bytes,
+        reserved_bytes=memory.reserved_bytes,
+        context_bytes=memory.context_bytes,
+        peak_bytes=memory.peak_bytes,
+        components={name: size for name, size in memory.peak_components.items() if size},
+        checkpoint_bytes=sum(memory.steady_components.get(component.value, 0) for component in kept),
+        world_size=report.ranks if report.ranks > 1 else None,
+    )
 
 
 def from_json(text: str) -> Report:

@@ -51,6 +51,7 @@ def report_of(run: Run, setting: Setting, *, kind: str, title: str | None, batch
             samples_per_step=samples,
             is_bound=kind == "predicted" and device.is_cuda,
         ),
+        ranks=setting.parallel.world_size,
     )
 
 
