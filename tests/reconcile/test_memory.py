@@ -89,6 +89,8 @@ VERDICTS: dict[str, tuple[Footprint, Room, dict[str, Any], str, str, str]] = {
         "; a GPU of node-1 has 12.0 GiB, and no other more: train with a smaller batch"),
     "depends on the node": (BERT, gpus(80, 12), {}, "Unknown", "DependsOnNode",
         "a GPU of node-0 has 80.0 GiB, but a GPU of node-1 has 12.0 GiB: keep the pods off"),
+    "fits the largest node to the byte": (BERT, gpus(14.5, 12), {}, "Unknown", "DependsOnNode",
+        "a GPU of node-0 has 14.5 GiB, but a GPU of node-1 has 12.0 GiB"),
     "nodes that do not say it": (BERT, gpus(None, 80), {}, "True", "Fits", "; a GPU of node-1 has 80.0 GiB"),
     "nodes go before the policy": (BERT, gpus(80), DEVICE, "True", "Fits", "; a GPU of node-0 has 80.0 GiB"),
     "policy goes before the prediction": (BERT, gpus(None), DEVICE, "False", "DeviceTooSmall",
@@ -162,8 +164,8 @@ def test_prediction_that_cannot_be_read_is_said_and_refuses_nothing(make_world: 
 def test_only_what_is_known_not_to_fit_is_refused(make_world: MakeWorld, footprint: Footprint, room: Room) -> None:
     world = make_world(**REFUSE)
     world.anatomy, world.room, world.generation = footprint.to_json(), room, 1
-    world.launched()
-    assert world.status.state is State.STARTING
+    world.settle()
+    assert len(world.launches) == 1
 
 
 def unfit(make_world: MakeWorld, *, generation: int | None = 1, **spec: Any) -> Any:
