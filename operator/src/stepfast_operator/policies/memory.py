@@ -71,7 +71,7 @@ def fit_of(observed: Observed) -> Fit | None:
     try:
         footprint = footprint_from_json(observed.anatomy)
     except SpecError as error:
-        return _unknown(FitReason.PREDICTION_UNREADABLE, f"{error}; write it anew with stepfast anatomy predict --annotate")
+        return _unknown(FitReason.PREDICTION_UNREADABLE, f"{error}; write it anew: stepfast anatomy predict --annotate")
     fit = _mismatch(footprint, observed.room)
     if fit is None:
         fit = _node_fit(footprint, observed.room) if footprint.is_cpu else _device_fit(footprint, observed)
