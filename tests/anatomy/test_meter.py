@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from accelerate import Accelerator
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
 from families import FAMILIES
 from stepfast.torch.anatomy import Meter, predict
@@ -67,7 +72,9 @@ def test_a_closed_meter_leaves_nothing_behind(training: tuple[torch.nn.Module, t
     model, optimizer = training
     resize = torch.UntypedStorage.resize_
     meter = Meter(model, optimizer)
-    train(model, optimizer, FIRST_STEP)  # a sample is under way
+    train(model, optimizer, FIRST_STEP)
+    model(**FAMILY.batch(4)).loss.backward()  # a sample is under way
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is not None
     meter.close()
     assert torch.UntypedStorage.resize_ is resize
     assert not model._forward_hooks
@@ -77,6 +84,122 @@ def test_a_closed_meter_leaves_nothing_behind(training: tuple[torch.nn.Module, t
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     train(model, optimizer, 2)
     assert meter.report() is None
+
+
+def test_what_is_done_between_steps_is_not_watched(training: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
+    """Data loaders start processes there, which would inherit the recorder and the profiler; others evaluate."""
+    model, optimizer = training
+    meter = Meter(model, optimizer)
+    train(model, optimizer, FIRST_STEP)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not torch._C._autograd._profiler_enabled()
+    model.eval()
+    with torch.no_grad():
+        model(**FAMILY.batch(4))
+    model.train()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    train(model, optimizer, 1)
+    report = meter.report()
+    meter.close()
+    assert report is not None
+    predicted = predict(FAMILY.model, torch.optim.AdamW, FAMILY.batch, batch_size=4, device="cpu")
+    assert report.time.flops_per_step == predicted.time.flops_per_step
+
+
+def test_a_profiler_of_the_users_own_gets_all_of_its_events(
+    training: tuple[torch.nn.Module, torch.optim.Optimizer],
+) -> None:
+    model, optimizer = training
+    meter = Meter(model, optimizer)
+    with profile(activities=[ProfilerActivity.CPU]) as session:
+        train(model, optimizer, FIRST_STEP + 2)
+    assert sum(event.name == "Optimizer.step#AdamW.step" for event in session.events()) == FIRST_STEP + 2
+    assert meter.report() is None
+    train(model, optimizer, 1)
+    assert meter.report() is not None
+    meter.close()
+
+
+def test_samples_are_counted_in_what_the_model_is_given(
+    training: tuple[torch.nn.Module, torch.optim.Optimizer],
+) -> None:
+    model, optimizer = training
+    meter = Meter(model, optimizer)
+    for _ in range(FIRST_STEP + 1):
+        for _ in range(2):  # accumulated
+            model(**FAMILY.batch(3)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report, metrics = meter.report(), meter.metrics()
+    meter.close()
+    assert report is not None
+    assert report.time.samples_per_step == 6
+    assert metrics["samples_per_second"] == pytest.approx(6 / metrics["step_seconds"])
+
+
+def test_a_report_says_nothing_that_was_not_seen(training: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = training
+    meter = Meter(model, optimizer)
+    for _ in range(FIRST_STEP + 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**FAMILY.batch(4)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = meter.report()
+    meter.close()
+    assert report is not None
+    assert report.settings == {"samples": "4", "device": "cpu"}
+
+
+def test_a_meter_without_samples_has_its_clock(training: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
+    meter = Meter(*training, is_sampling=False)
+    train(*training, FIRST_STEP + 2)
+    assert meter.report() is None
+    assert meter.metrics().keys() == {"step_seconds", "goodput_ratio"}
+    meter.close()
+
+
+def test_an_optimizer_around_another_is_followed() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = FAMILY.model().train()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    meter = Meter(model, optimizer)
+    train(model, optimizer, FIRST_STEP + 1)
+    report = meter.report()
+    meter.close()
+    assert report is not None
+    assert report.memory.steady_components["optimizer"] > 0
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Whether anything was compiled is known of the process as a whole."""
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_model_is_compiled_once() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def step() -> None:
+        compiled(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = dict(counters["frames"])
+    assert before["ok"] > 0
+    meter = Meter(model, optimizer)
+    for _ in range(FIRST_STEP + 3):
+        step()
+    meter.close()
+    assert meter.report() is not None
+    assert dict(counters["frames"]) == before
 
 
 def test_a_sample_that_fails_does_not_end_training(
