@@ -1,7 +1,8 @@
 """How much a Meter slows a training down: `python -m benchmarks.anatomy.slowdown`.
 
-The same training goes on by turns without a Meter and with one, in one process, so that whatever else the machine does
-falls on both. What a sampled step costs is spread over the steps that come before the next one by default.
+The same training goes on by turns without a Meter and with one, in one process. What a sampled step costs is spread
+over the steps that come before the next one by default. Times are this process's on the CPU, where all of the training
+is and the Meter as well: who else uses the machine does not count. The clock on the wall is told beside them.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import torch
-from benchmarks.anatomy.models import SUBJECTS, Subject
+from torch import nn
 
 from stepfast.torch.anatomy import Meter
 from stepfast.torch.anatomy.spacing import FIRST_STEP, steps_between
 
 GOAL = 1.01
+_WIDTH, _LENGTH, _BATCH_SIZE = 256, 64, 8
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of steps: without a Meter, with one between its samples, and those that it sampled."""
+    """Seconds of steps by one clock: without a Meter, with one between its samples, and those that it sampled."""
 
     plain: list[float] = field(default_factory=list)
     metered: list[float] = field(default_factory=list)
@@ -36,74 +38,81 @@ class Times:
 
     @property
     def clock_ratio(self) -> float:
-        """What the clock alone does to a step."""
+        """What a Meter does to a step that it does not sample."""
         return median(self.metered) / median(self.plain)
 
     @property
-    def ratio(self) -> float:
-        """Training with a Meter by training without one, from one sample to the next."""
-        with_meter = median(self.sampled) + self.between * median(self.metered)
-        return with_meter / ((self.between + 1) * median(self.plain))
+    def sample_ratio(self) -> float:
+        """What samples do, spread over the steps between them."""
+        return 1 + (median(self.sampled) / median(self.metered) - 1) / self.between
+
+    def __str__(self) -> str:
+        return (
+            f"{median(self.plain):10.5f} {median(self.metered):10.5f} {median(self.sampled):10.5f} {self.between:8d} "
+            f"{self.clock_ratio:8.4f} {self.sample_ratio:8.4f} {self.clock_ratio * self.sample_ratio:8.4f}"
+        )
 
 
-def measure(subject: Subject, *, batch_size: int, rounds: int, steps: int) -> Times:
+@dataclass(slots=True)
+class Clocks:
+    """Both clocks' times."""
+
+    cpu: Times = field(default_factory=Times)
+    wall: Times = field(default_factory=Times)
+
+
+def measure(*, layers: int, rounds: int, steps: int) -> Clocks:
     """Each round trains `steps` steps without a Meter and as many with a new one, whose first sample falls into them;
     every other round the other way about."""
-    source = subject.source()
-    assert source.batch is not None
-    make_batch = source.batch
-    model = source.model().train()
+    block = nn.TransformerEncoderLayer(_WIDTH, nhead=4, dim_feedforward=4 * _WIDTH, batch_first=True)
+    model = nn.TransformerEncoder(block, layers, enable_nested_tensor=False).train()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def train() -> None:
-        loss = model(**make_batch(batch_size)).loss
+        loss = model(torch.randn(_BATCH_SIZE, _LENGTH, _WIDTH)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     for _ in range(FIRST_STEP):
         train()  # what stays is allocated
-    times = Times()
+    clocks = Clocks()
     for number in range(rounds):
         for has_meter in (False, True) if number % 2 else (True, False):
-            if has_meter:
-                _metered(train, steps, times, Meter(model, optimizer))
-            else:
-                times.plain += [_seconds(train) for _ in range(steps)]
-    return times
+            _turn(train, steps, clocks, Meter(model, optimizer) if has_meter else None)
+    return clocks
 
 
-def _metered(train: Callable[[], None], steps: int, times: Times, meter: Meter) -> None:
+def _turn(train: Callable[[], None], steps: int, clocks: Clocks, meter: Meter | None) -> None:
     for _ in range(steps):
-        before = meter.report()
-        took = _seconds(train)
-        (times.metered if meter.report() is before else times.sampled).append(took)
-    meter.close()
-
-
-def _seconds(train: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    train()
-    return time.perf_counter() - started
+        before = meter.report() if meter is not None else None
+        wall, cpu = time.perf_counter(), time.process_time()
+        train()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        for times, took in ((clocks.cpu, cpu), (clocks.wall, wall)):
+            if meter is None:
+                times.plain.append(took)
+            else:
+                (times.metered if meter.report() is before else times.sampled).append(took)
+    if meter is not None:
+        meter.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=[subject.name for subject in SUBJECTS], default="T5-small")
-
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=20, help="of each turn")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=30, help="of each turn")
     options = parser.parse_args()
-    subject = next(each for each in SUBJECTS if each.name == options.model)
-    times = measure(subject, batch_size=options.batch_size, rounds=options.rounds, steps=options.steps)
-    print(f"{subject.name}, batch {options.batch_size}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print(f"a step without a Meter       {median(times.plain):10.4f} s (median of {len(times.plain)})")
-    print(f"with one, between samples    {median(times.metered):10.4f} s (median of {len(times.metered)})")
-    print(f"a sampled step               {median(times.sampled):10.4f} s (median of {len(times.sampled)})")
-    print(f"steps between two samples    {times.between:10d}")
-    print(f"clock alone                  {times.clock_ratio:10.4f}")
-    print(f"ratio, samples and all       {times.ratio:10.4f} (goal: below {GOAL})")
+    torch.set_num_threads(1)  # threads that wait for each other would be counted as work
+    clocks = measure(layers=options.layers, rounds=options.rounds, steps=options.steps)
+    print(
+        f"a transformer of {options.layers} layers, {len(clocks.cpu.plain)} steps each way, torch {torch.__version__}"
+    )
+    print("seconds of a step:   plain      meter     sample  between    clock  samples    ratio")
+    print(f"on the CPU      {clocks.cpu}")
+    print(f"on the wall     {clocks.wall}")
+    print(f"goal: ratio below {GOAL}")
 
 
 if __name__ == "__main__":
