@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from families import FAMILIES
-from stepfast.torch.anatomy import Meter, predict
+from stepfast.torch.anatomy import Meter, Report, predict
 from stepfast.torch.anatomy.spacing import FIRST_STEP, steps_between
 
 FAMILY = FAMILIES["gpt"]
@@ -60,23 +61,32 @@ def test_metrics_are_numbers_of_a_closed_set(training: tuple[torch.nn.Module, to
 
 
 def test_time_that_a_save_took_is_no_goodput(training: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
-    meter = Meter(*training)
+    began = time.monotonic()
+    told, untold = (Meter(*training, is_sampling=False) for _ in range(2))
     train(*training, 2)
-    before = meter.metrics()["goodput_ratio"]
-    meter.lost(1e6)
-    assert meter.metrics()["goodput_ratio"] == 0 < before
-    meter.close()
+    stall = time.monotonic()
+    other = FAMILY.model()
+    train(other, torch.optim.AdamW(other.parameters()), 5)
+    stall = time.monotonic() - stall
+    told.lost(stall)
+    train(*training, 1)
+    whole = time.monotonic() - began
+    found = [meter.metrics()["goodput_ratio"] * whole for meter in (untold, told)]
+    assert found[0] - found[1] == pytest.approx(stall, rel=0.05)
+    told.close()
+    untold.close()
 
 
 def test_a_closed_meter_leaves_nothing_behind(training: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
     model, optimizer = training
-    resize = torch.UntypedStorage.resize_
+    resize, backward = torch.UntypedStorage.resize_, torch.autograd.backward
     meter = Meter(model, optimizer)
     train(model, optimizer, FIRST_STEP)
     model(**FAMILY.batch(4)).loss.backward()  # a sample is under way
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is not None
     meter.close()
     assert torch.UntypedStorage.resize_ is resize
+    assert torch.autograd.backward is backward
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
@@ -150,6 +160,35 @@ def test_a_report_says_nothing_that_was_not_seen(training: tuple[torch.nn.Module
     meter.close()
     assert report is not None
     assert report.settings == {"samples": "4", "device": "cpu"}
+
+
+def test_phases_are_found_where_the_loss_is_not_the_models_own() -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 8))
+
+    def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.softmax(model(batch), -1).square().mean()
+        return result
+
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters())
+    meter = Meter(trained, optimizer)
+    for _ in range(FIRST_STEP + 1):
+        loss_of(trained, torch.randn(4, 8)).backward()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    report = meter.report()
+    meter.close()
+    assert report is not None
+    predicted = predict(
+        model, torch.optim.AdamW, lambda: torch.randn(4, 8), loss_fn=loss_of, clip_norm=1.0, device="cpu"
+    )
+
+    def work(report: Report) -> dict[tuple[str, str], float]:
+        return {(each.kind, each.phase): each.flops for each in report.time.classes}
+
+    assert work(report) == work(predicted)
 
 
 def test_a_meter_without_samples_has_its_clock(training: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from stepfast.torch.anatomy.training import Loop, PlainTrainee, tensors_in
 log = logging.getLogger("stepfast")
 
 _RECENT = 100  # steps whose times count
+_BACKWARD = "backward"  # of torch.autograd: what Tensor.backward calls
 _USE_SECONDS = 10.0  # between two looks at the GPU as a whole
 
 
@@ -57,7 +59,8 @@ class Meter:
         samples_per_step: int | None = None,
         is_sampling: bool = True,
     ) -> None:
-        self._model, self._optimizer, self._samples_per_step = model, _unwrapped(optimizer), samples_per_step
+        self._model, self._optimizer = model, _unwrapped(optimizer)
+        self._told_samples = self._samples_per_step = samples_per_step
         self._began = time.monotonic()
         self._ended: float | None = None  # when the step before ended
         self._times: deque[float] = deque(maxlen=_RECENT)
@@ -80,7 +83,6 @@ class Meter:
 
     def lost(self, seconds: float) -> None:
         """Time that passed between two steps and was not training's: a save that stalled it."""
-        self._stepped_seconds -= seconds
         if self._ended is not None:
             self._ended += seconds
 
@@ -166,9 +168,10 @@ class Meter:
     def _finish(self, sample: _Sample) -> None:
         step_seconds = statistics.median(self._times)
         try:
-            self._report = sample.report(step_seconds, self._samples_per_step)
+            self._report = sample.report(step_seconds, self._told_samples)
             self._samples_per_step = self._report.time.samples_per_step
         except Exception:  # noqa: BLE001 - as above
+            sample.drop()
             self._give_up()
         assert self._ended is not None
         extra = time.monotonic() - self._ended - step_seconds
@@ -211,10 +214,11 @@ class _Sample:
             stack.enter_context(self._recorder)
             for hook in (
                 model.register_forward_pre_hook(lambda _, *given: self.take(*given), with_kwargs=True),
-                model.register_forward_hook(lambda *_: self._recorder.turn(Phase.BACKWARD, step)),
                 optimizer.register_step_pre_hook(lambda *_: self._recorder.turn(Phase.OPTIMIZER, step)),
             ):
                 stack.callback(hook.remove)
+            stack.callback(setattr, torch.autograd, _BACKWARD, getattr(torch.autograd, _BACKWARD))
+            setattr(torch.autograd, _BACKWARD, self._phased(getattr(torch.autograd, _BACKWARD)))
             self._stack = stack.pop_all()
 
     def take(self, args: Any, kwargs: Any) -> None:
@@ -223,6 +227,21 @@ class _Sample:
         self._samples += next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
         self._recorder.adopt(Component.INPUTS, tensors)
         self._recorder.turn(Phase.FORWARD, self._step)
+
+    def _phased(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """The loss may be computed outside of the model, and gradients be clipped before the optimizer's step."""
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:  # within another one, for what is computed again
+                backward(*args, **kwargs)
+                return
+            self._recorder.turn(Phase.BACKWARD, self._step)
+            try:
+                backward(*args, **kwargs)
+            finally:
+                self._recorder.turn(Phase.OPTIMIZER, self._step)
+
+        return run
 
     def report(self, step_seconds: float, samples_per_step: int | None) -> Report:
         """Ends it. Says nothing of how the training is made that cannot be seen from here."""
