@@ -8,8 +8,9 @@ import pytest
 import torch
 from benchmarks.anatomy.models import SUBJECTS, Subject
 
-from stepfast.torch.anatomy import measure, predict
-from stepfast.torch.anatomy.live import device_here
+from stepfast.torch.anatomy import Meter, measure, predict
+from stepfast.torch.anatomy.live import device_here, device_use
+from stepfast.torch.anatomy.spacing import FIRST_STEP
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="NO GPU: predictions for CUDA are not held against its allocator"
@@ -54,3 +55,26 @@ def test_the_measured_peak_is_the_allocators(subject: Subject) -> None:
     measured = measure(source.model, torch.optim.AdamW, source.batch, batch_size=16, device="cuda")
     assert measured.memory.peak_bytes == pytest.approx(allocators_peak_bytes(subject, 16, "fp32"), rel=0.01)
     assert measured.memory.reserved_bytes >= measured.memory.peak_bytes
+
+
+def test_a_training_looked_at_while_it_runs_tells_of_its_gpu() -> None:
+    subject = SUBJECTS[0]
+    source = subject.source()
+    assert source.batch is not None
+    model = source.model().cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    meter = Meter(model, optimizer)
+    for _ in range(FIRST_STEP + 1):
+        batch = {name: tensor.cuda() for name, tensor in source.batch(4).items()}
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report, metrics = meter.report(), meter.metrics()
+    meter.close()
+    assert report is not None
+    assert report.memory.peak_bytes == pytest.approx(allocators_peak_bytes(subject, 4, "fp32"), rel=0.01)
+    assert not torch._C._cuda_isHistoryEnabled()
+    use = device_use(torch.device("cuda", torch.cuda.current_device()))
+    assert use is not None, "NVML knows the device by its UUID"
+    assert use.used_bytes >= torch.cuda.memory_reserved()
+    assert metrics["device_memory_used_bytes"] >= metrics["memory_reserved_bytes"]

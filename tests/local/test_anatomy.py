@@ -36,6 +36,7 @@ def test_a_measured_training_tells_what_it_takes_and_ends_bit_for_bit_alike(runs
     assert runs.finish(measured) == 0, runs.log[-6000:]
     told = {each["name"]: each["value"] for each in runs.summary["trainerStatus"]["metrics"]}
     assert float(told["anatomy_step_seconds"]) > 0
+    assert float(told["anatomy_samples_per_second"]) > 0
     assert float(told["anatomy_memory_peak_bytes"]) > 0
     assert 0 < float(told["anatomy_goodput_ratio"]) <= 1
 

@@ -32,7 +32,7 @@ class Measuring:
             Path(environment.anatomy) if environment.anatomy not in ("", "1") and not environment.rank else None
         )
         self._written: Report | None = None
-        self._meter = _meter(objects) if environment.anatomy else None
+        self._meter = self._made(environment, objects) if environment.anatomy else None
 
     def metrics(self, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The caller's metrics, and beside them what is measured. The caller's win."""
@@ -53,6 +53,14 @@ class Measuring:
         if self._meter is not None:
             self._meter.close()
 
+    def _made(self, environment: Environment, objects: Mapping[str, Any]) -> Meter | None:
+        # Ranks wait for each other, so that the samples of each would slow all of them: the others have their clocks.
+        try:
+            return _meter(objects, is_sampling=environment.rank == 0)
+        except Exception:
+            log.exception("stepfast: the anatomy of this training is not measured")
+            return None
+
     def _write(self, file: Path, report: Report) -> None:
         try:
             beside = file.with_name(f"{file.name}.{os.getpid()}")
@@ -63,7 +71,7 @@ class Measuring:
             self._file = None
 
 
-def _meter(objects: Mapping[str, Any]) -> Meter | None:
+def _meter(objects: Mapping[str, Any], *, is_sampling: bool) -> Meter | None:
     models = [each for each in objects.values() if isinstance(each, nn.Module)]
     optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
     if len(models) != 1 or len(optimizers) != 1:
@@ -75,4 +83,4 @@ def _meter(objects: Mapping[str, Any]) -> Meter | None:
         return None
     from stepfast.torch.anatomy import Meter
 
-    return Meter(models[0], optimizers[0])
+    return Meter(models[0], optimizers[0], is_sampling=is_sampling)

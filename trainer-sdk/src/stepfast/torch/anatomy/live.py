@@ -19,6 +19,7 @@ from stepfast.torch.anatomy.assembly import Assembled
 from stepfast.torch.anatomy.devices import CPU, Device, device_called
 from stepfast.torch.anatomy.history import History, cpu_history, cuda_history
 from stepfast.torch.anatomy.modules import ModulePath
+from stepfast.torch.anatomy.nvml import DeviceUse, read
 from stepfast.torch.anatomy.observation import observe
 from stepfast.torch.anatomy.operations import Costs
 from stepfast.torch.anatomy.recorder import Recorder, Sightings
@@ -171,6 +172,14 @@ def _place(device: str | None) -> torch.device:
 def device_here(device: str | None = None) -> Device:
     """What this machine trains on, for a prediction of it. `device` as in `measure`. Raises AnatomyError."""
     return _device(_place(device))
+
+
+def device_use(place: torch.device) -> DeviceUse | None:
+    """What NVML says of a CUDA device, whatever number it has among those that this process sees; None without NVML."""
+    try:
+        return read(uuid=f"GPU-{torch.cuda.get_device_properties(place).uuid}")
+    except AnatomyError:
+        return None
 
 
 def _device(place: torch.device) -> Device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-SHARE = 0.01  # of training's time: what looking may cost
+SHARE = 0.005  # of training's time: what looking may cost; half of what is promised, since one sample tells of the next
 FIRST_STEP = 3  # the first ones allocate what stays, and compile what is compiled
 
 
