@@ -12,7 +12,7 @@ import math
 import torch
 
 from stepfast.torch.anatomy.devices import Device
-from stepfast.torch.anatomy.operations import OperationClass, class_of
+from stepfast.torch.anatomy.operations import is_contraction
 from stepfast.torch.anatomy.recorder import Call, TensorShape
 from stepfast.torch.anatomy.timeline import Phase
 from stepfast.torch.anatomy.workspaces import KernelRun, Piece
@@ -38,7 +38,7 @@ class CudaWorkspaces:
             sizes = _flash_backward(call)
         elif packet is _aten._scaled_dot_product_efficient_attention_backward:
             sizes = _efficient_backward(call)
-        elif class_of(call) is OperationClass.CONTRACTION and packet not in _CUDNN:
+        elif is_contraction(call) and packet not in _CUDNN:
             kept = self._cublas(call)
         if not sizes and not kept:
             return None

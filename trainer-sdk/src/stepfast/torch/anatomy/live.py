@@ -72,8 +72,6 @@ def measure(
     "cuda:1" (default: a CUDA device where there is one); what the functions make is moved there. Sizes are in bytes,
     times in seconds. Raises AnatomyError.
     """
-    if steps < 1 or accumulation_steps < 1:
-        raise AnatomyError("steps and accumulation_steps are at least 1")
     place = _place(device)
     setting = Setting(
         device=_device(place),

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from typing import Any
 
 import torch
@@ -119,10 +120,10 @@ class ClassCost:
     seconds: float
 
 
-def costs_by_class(calls: Iterable[tuple[Call, float]], costs: Costs, *, step: int) -> tuple[ClassCost, ...]:
-    """Sums over one step. `calls` come with their seconds."""
+def costs_by_class(timed: Iterable[tuple[Call, float]], costs: Costs, *, step: int) -> tuple[ClassCost, ...]:
+    """Sums over one step. `timed` are calls with their seconds."""
     sums: dict[tuple[OperationClass, Phase], list[float]] = {}
-    for call, seconds in calls:
+    for call, seconds in timed:
         if call.step != step or call.phase is Phase.SETUP:
             continue
         cost = costs.of(call)
@@ -131,13 +132,10 @@ def costs_by_class(calls: Iterable[tuple[Call, float]], costs: Costs, *, step: i
         total = sums.setdefault((cost.kind, call.phase), [0, 0.0, 0, 0.0])
         for index, value in enumerate((1, cost.flops, cost.moved_bytes, seconds)):
             total[index] += value
+    ordered = [(each, sums[each]) for each in product(OperationClass, Phase) if each in sums]
     return tuple(
-        ClassCost(
-            kind=kind, phase=phase, calls=int(total[0]), flops=total[1], moved_bytes=int(total[2]), seconds=total[3]
-        )
-        for kind in OperationClass
-        for phase in Phase
-        for total in ([sums[kind, phase]] if (kind, phase) in sums else [])
+        ClassCost(kind=kind, phase=phase, calls=int(calls), flops=flops, moved_bytes=int(moved), seconds=seconds)
+        for (kind, phase), (calls, flops, moved, seconds) in ordered
     )
 
 
@@ -176,9 +174,9 @@ def _flops(call: Call) -> tuple[float, OperationClass]:
     return 0.0 if name in _MOVES else float(elements), OperationClass.ELEMENT_WISE
 
 
-def class_of(call: Call) -> OperationClass:
-    """The class of a call's operation."""
-    return _flops(call)[1]
+def is_contraction(call: Call) -> bool:
+    """Whether the call's operation is of that class."""
+    return _contraction(call.signature.operator) is not None
 
 
 def _foreach_flops(call: Call, name: str) -> tuple[float, OperationClass]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy.allocator import Reservation, reserve
 from stepfast.torch.anatomy.assembly import assemble
 from stepfast.torch.anatomy.cudaworkspaces import CudaWorkspaces
@@ -88,8 +87,6 @@ def predict(
 
     Raises AnatomyError where a step cannot be predicted, with what to change.
     """
-    if steps < 1 or accumulation_steps < 1:
-        raise AnatomyError("steps and accumulation_steps are at least 1")
     setting = Setting(
         device=device if isinstance(device, Device) else device_named(device),
         precision=choice(Precision, precision, "precision"),

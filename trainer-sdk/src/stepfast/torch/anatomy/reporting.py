@@ -61,14 +61,16 @@ def memory_report(
     """Where memory goes at the worst moment of the timeline, between steps, and over time."""
     peak, steady = timeline.peak(), timeline.steady()
     change = timeline.changes[peak.change]
-    components = tuple(component for component in Component if _is_used(component, timeline))
+    used = {block.component for block in timeline.blocks if block.size_bytes}
+    components = tuple(component for component in Component if component in used)
+    most = timeline.component_peaks()
     return MemoryReport(
         peak_bytes=peak.total_bytes,
         peak_components=_named(peak, components),
         peak_phase=change.phase.value,
         peak_step=change.step,
         peak_operator=timeline.blocks[change.block].operator,
-        component_peaks={component.value: timeline.component_peaks()[component] for component in components},
+        component_peaks={component.value: most[component] for component in components},
         steady_bytes=steady.total_bytes,
         steady_components=_named(steady, components),
         reserved_bytes=peak.total_bytes if reservation is None else reservation.peak_reserved_bytes,
@@ -114,10 +116,6 @@ def time_report(run: Run, device: Device, *, step: int, samples_per_step: int | 
 def _ridge(kind: OperationClass, roof: Roof) -> float:
     """FLOPs a byte from which on an operation is bound by arithmetic."""
     return (roof.contraction_flops if kind is OperationClass.CONTRACTION else roof.other_flops) / roof.bandwidth
-
-
-def _is_used(component: Component, timeline: Timeline) -> bool:
-    return any(block.component is component and block.size_bytes for block in timeline.blocks)
 
 
 def _named(moment: Moment, components: Sequence[Component]) -> dict[str, int]:

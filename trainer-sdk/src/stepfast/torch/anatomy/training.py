@@ -35,6 +35,10 @@ class Loop:
     clip_norm: float | None = None
     keeps_gradients: bool = False
 
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.accumulation_steps < 1:
+            raise AnatomyError("steps and accumulation_steps are at least 1")
+
 
 def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss of a model that computes it itself, as those of Transformers do.
