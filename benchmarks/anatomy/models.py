@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-import torch
-from torch import nn
+from benchmarks.anatomy.plaintraining import train
 
 from stepfast.torch.anatomy.modelsource import ModelSource, model_source
 
@@ -26,19 +26,9 @@ class Subject:
     def step(self, batch_size: int) -> Callable[[], None]:
         """Two plain training steps with AdamW."""
 
-        def train() -> None:
-            source = self.source()
-            assert source.batch is not None
-            model: nn.Module = source.model().train()
-            optimizer = torch.optim.AdamW(model.parameters())
-            for _ in range(2):
-                batch = source.batch(batch_size)
-                loss = model(**batch).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return train
+        source = self.source()
+        assert source.batch is not None
+        return partial(train, source.model, partial(source.batch, batch_size))
 
 
 SUBJECTS = (

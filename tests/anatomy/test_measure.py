@@ -5,23 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from benchmarks.anatomy.cpumemory import allocator_peak_bytes
+from benchmarks.anatomy.plaintraining import train
 from torch import nn
 
 from families import FAMILIES
 from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy import Report, from_json, measure, predict
-
-
-def train(name: str, batch_size: int) -> None:
-    family = FAMILIES[name]
-    model = family.model().train()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        batch = family.batch(batch_size)
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -32,7 +21,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Report, Report, int]:
     return (
         predict(*arguments, batch_size=3, device="cpu"),
         measure(*arguments, batch_size=3, device="cpu"),
-        allocator_peak_bytes(lambda: train(request.param, 3)),
+        allocator_peak_bytes(lambda: train(family.model, lambda: family.batch(3))),
     )
 
 

@@ -31,7 +31,7 @@ from stepfast.torch.anatomy.reporting import report_of
 from stepfast.torch.anatomy.setting import Setting
 from stepfast.torch.anatomy.spacing import FIRST_STEP, steps_between
 from stepfast.torch.anatomy.timeline import Component, Phase
-from stepfast.torch.anatomy.training import Loop, PlainTrainee, tensors_in
+from stepfast.torch.anatomy.training import Loop, PlainTrainee, adopt_holdings, label_holdings, tensors_in
 
 log = logging.getLogger("stepfast")
 
@@ -207,8 +207,7 @@ class _Sample:
             self._history: History = stack.enter_context(history_of(self._place))
             stack.callback(self._recorder.close)
             self._recorder.turn(Phase.SETUP, step)
-            for component, tensors, module in self._trainee.holdings():
-                self._recorder.adopt(component, tensors, module=module)
+            adopt_holdings(self._recorder, self._trainee)
             if not _has_compiled():  # torch warns of hooks on all modules there; nothing then has a module's name
                 stack.enter_context(modules)
             stack.enter_context(self._recorder)
@@ -245,8 +244,7 @@ class _Sample:
 
     def report(self, step_seconds: float, samples_per_step: int | None) -> Report:
         """Ends it. Says nothing of how the training is made that cannot be seen from here."""
-        for component, tensors, module in self._trainee.holdings():
-            self._recorder.label(component, tensors, module=module)
+        label_holdings(self._recorder, self._trainee)
         self._stack.close()
         run = observed_run(self._trainee, self._recorder, self._sightings, self._history, step_seconds)
         setting = Setting(device=device_here(str(self._place)), loop=Loop(steps=self._step))

@@ -154,8 +154,7 @@ class RecordedTraining:
     def run(self, trainee: Trainee, make_batch: Callable[[], Any]) -> None:
         """Names live as long as in a plain loop: a batch and its loss until the next ones take their place."""
         phase = self._recorder.phase
-        for component, tensors, module in trainee.holdings():
-            self._recorder.adopt(component, tensors, module=module)
+        adopt_holdings(self._recorder, trainee)
         for step in range(1, self._loop.steps + 1):
             for _ in range(self._loop.accumulation_steps):
                 with phase(Phase.SETUP, step):
@@ -168,10 +167,10 @@ class RecordedTraining:
                     loss = self._scale(loss)
                 with phase(Phase.BACKWARD, step):
                     trainee.backward(loss)
-                self._label(trainee)
+                label_holdings(self._recorder, trainee)
             with phase(Phase.OPTIMIZER, step):
                 trainee.update()
-                self._label(trainee)
+                label_holdings(self._recorder, trainee)
                 trainee.release()
 
     def _next(self, make_batch: Callable[[], Any]) -> Any:
@@ -181,9 +180,17 @@ class RecordedTraining:
         self._recorder.adopt(Component.INPUTS, tensors_in(batch))
         return batch
 
-    def _label(self, trainee: Trainee) -> None:
-        for component, tensors, module in trainee.holdings():
-            self._recorder.label(component, tensors, module=module)
+
+def adopt_holdings(recorder: Recorder, trainee: Trainee) -> None:
+    """Takes in what was there before anything was recorded."""
+    for component, tensors, module in trainee.holdings():
+        recorder.adopt(component, tensors, module=module)
+
+
+def label_holdings(recorder: Recorder, trainee: Trainee) -> None:
+    """Says what is what of all that was recorded until now."""
+    for component, tensors, module in trainee.holdings():
+        recorder.label(component, tensors, module=module)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
