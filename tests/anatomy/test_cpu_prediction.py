@@ -30,3 +30,13 @@ def test_no_other_estimate_comes_nearer(name: str, batch_size: int) -> None:
     predicted = predict(family.model, torch.optim.AdamW, family.batch, batch_size=batch_size, device="cpu")
     others = {each: abs(estimate(family.model()) - measured) for each, estimate in ESTIMATORS.items()}
     assert abs(predicted.memory.peak_bytes - measured) < min(others.values())
+
+
+def test_a_model_that_is_cast_where_it_is_made_is_predicted_to_the_byte() -> None:
+    family = FAMILIES["bert"]
+
+    def model() -> torch.nn.Module:
+        return family.model().double()
+
+    predicted = predict(model, torch.optim.AdamW, family.batch, batch_size=2, device="cpu")
+    assert predicted.memory.peak_bytes == allocator_peak_bytes(lambda: train(model, lambda: family.batch(2)))

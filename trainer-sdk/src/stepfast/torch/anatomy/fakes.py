@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepfast.errors import AnatomyError
@@ -23,7 +23,7 @@ def fake_tensors() -> Iterator[None]:
     gc.collect()
     gc.disable()  # what cycles hold would end at moments of the collector's own choice
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _Answers():
+        with FakeTensorMode(allow_non_fake_inputs=True), _Answers(), _swapped():
             yield
     except torch._subclasses.fake_tensor.DynamicOutputShapeException as error:
         raise AnatomyError(
@@ -57,3 +57,23 @@ class _Answers(TorchDispatchMode):
                 "prediction. Take it from the batch's shape, or measure instead"
             )
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _swapped() -> Iterator[None]:
+    """Modules change the dtype of fake parameters by torch.utils.swap_tensors, which refuses all that is weakly
+    referenced; the fake mode refers weakly to each tensor that it has made."""
+    original = torch.utils.swap_tensors
+
+    def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
+        if not (isinstance(first, FakeTensor) and isinstance(second, FakeTensor)):
+            original(first, second)
+            return
+        first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+        torch._C._swap_tensor_impl(first, second)
+
+    setattr(torch.utils, "swap_tensors", swap_tensors)  # noqa: B010 - mypy knows the function alone
+    try:
+        yield
+    finally:
+        setattr(torch.utils, "swap_tensors", original)  # noqa: B010

@@ -103,7 +103,7 @@ def prepared_model(model_fn: ModelFunction, setting: Setting) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise AnatomyError(f"model_fn returned a {type(model).__name__}, not a torch.nn.Module")
     if setting.precision is Precision.BF16:
-        _cast(model, torch.bfloat16)
+        model = model.to(torch.bfloat16)
     model.train()
     if callable(setting.checkpointing):
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -118,22 +118,6 @@ def prepared_model(model_fn: ModelFunction, setting: Setting) -> nn.Module:
             )
         enable()
     return model
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Module.to, which refuses parameters that are fake. Tied ones stay tied."""
-    cast: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
-                new = cast.get(id(parameter))
-                if new is None:
-                    new = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-                    cast[id(parameter)] = new
-                module._parameters[name] = new
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
 
 
 def prepared_optimizer(optimizer_fn: OptimizerFunction, model: nn.Module) -> torch.optim.Optimizer:

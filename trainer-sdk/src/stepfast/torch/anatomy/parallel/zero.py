@@ -24,7 +24,6 @@ from stepfast.torch.anatomy.training import Holding, tensors_in
 
 _RANK = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "DS_ACCELERATOR": "cpu"}
 
-
 Label = Callable[[Component, Iterable[torch.Tensor]], None]
 
 
@@ -110,7 +109,6 @@ def deepspeed_at_home() -> Iterator[Any]:
             _replaced(backend, "build_shm_op", lambda: None),
             _replaced(coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
             _replaced(agreement, "assert_ints_same_as_other_ranks", lambda ints: None),
-            _replaced(nn.Module, "to", _stays(nn.Module.to)),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
@@ -139,17 +137,6 @@ def zero_trainee(
         dist_init_required=False,
     )
     return ZeroTrainee(engine, label)
-
-
-def _stays(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """torch cannot exchange parameters that are fake, not even for themselves."""
-
-    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if args and isinstance(args[0], str | torch.device) and torch.device(args[0]).type == "cpu":
-            return module
-        return original(module, *args, **kwargs)
-
-    return to
 
 
 @contextmanager
