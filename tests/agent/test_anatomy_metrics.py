@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stepfast.anatomymetrics import METRICS, PREFIX
@@ -26,13 +27,16 @@ def gauges(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:
     }
 
 
-def test_gauges_show_a_jobs_anatomy_while_its_ranks_live(
-    new_agent: Callable[..., Any], ranks: Any, free_port: int
-) -> None:
-    agent = new_agent("--metrics-port", str(free_port))
-    rank = agent.join()
-    rank.client.send(Progress(step=1, time=time.time(), metrics=TOLD))
+@pytest.fixture
+def rank(new_agent: Callable[..., Any], ranks: Any, free_port: int) -> Any:
+    """A rank that has told, of an agent that shows it."""
+    peer = new_agent("--metrics-port", str(free_port)).join()
+    peer.client.send(Progress(step=1, time=time.time(), metrics=TOLD))
     ranks.eventually(lambda: gauges(free_port)["stepfast_anatomy_step_seconds"], "the figures are shown")
+    return peer
+
+
+def test_gauges_show_a_jobs_anatomy_while_its_ranks_live(rank: Any, ranks: Any, free_port: int) -> None:
     shown = gauges(free_port)
     labels, value = shown["stepfast_anatomy_step_seconds"][0]
     assert value == 0.25
@@ -42,11 +46,6 @@ def test_gauges_show_a_jobs_anatomy_while_its_ranks_live(
     ranks.eventually(lambda: not gauges(free_port)["stepfast_anatomy_step_seconds"], "they go with the job")
 
 
-def test_names_are_a_closed_set_whatever_a_tenant_tells(
-    new_agent: Callable[..., Any], ranks: Any, free_port: int
-) -> None:
-    agent = new_agent("--metrics-port", str(free_port))
-    rank = agent.join()
-    rank.client.send(Progress(step=1, time=time.time(), metrics=TOLD))
-    ranks.eventually(lambda: gauges(free_port)["stepfast_anatomy_step_seconds"], "the figures are shown")
+@pytest.mark.usefixtures("rank")
+def test_names_are_a_closed_set_whatever_a_tenant_tells(free_port: int) -> None:
     assert gauges(free_port).keys() == {f"stepfast_{PREFIX}{name}" for name in METRICS}
