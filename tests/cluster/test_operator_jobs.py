@@ -5,7 +5,6 @@ what is left behind.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,26 +16,12 @@ from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.record import State, Status
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testoperator.admission import WHY, Rule, denied
+from testoperator.playing import play
 from testoperator.polling import until
-from testoperator.running import run_to_end
 from testoperator.world import API, Operation, World, manifest
 
 NO_RESTARTS = {"maxRestarts": 0, "backoff": {"baseSeconds": 0}, "flushTimeoutSeconds": 0}
 PATIENT = {"gracefulSuspendSeconds": 600}
-
-Play = Callable[[World, Operation], Awaitable[None]]
-
-
-def play(api: KubernetesClient, scenario: Play) -> None:
-    """With an operator that looks after the namespace's jobs."""
-
-    async def run() -> None:
-        async with World.open(api.kubeconfig) as world:
-            operation = await world.operate(namespaces=[world.namespace])
-            await operation.look_after()
-            await asyncio.wait_for(scenario(world, operation), 90)
-
-    run_to_end(run())
 
 
 async def reaches(world: World, job: ClusterJob, state: State) -> Status:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Any
 
@@ -11,8 +10,8 @@ from stepfast.footprint import ANNOTATION, Footprint
 from stepfast_operator.clusterjob import ClusterJob, parse_job
 from stepfast_operator.record import Condition, ConditionType, State
 from testcluster.controlplane import KubernetesClient
+from testoperator.playing import play
 from testoperator.polling import until
-from testoperator.running import run_to_end
 from testoperator.world import API, Operation, World, manifest
 
 GIB = 1 << 30
@@ -22,20 +21,6 @@ PREDICTED = Footprint(
     checkpoint_bytes=GIB,
 )  # fmt: skip
 ONE_GPU = {"resourcesPerNode": {"limits": {"nvidia.com/gpu": 1}}}
-
-Play = Callable[[World, Operation], Awaitable[None]]
-
-
-def play(api: KubernetesClient, scenario: Play) -> None:
-    """With an operator that looks after the namespace's jobs."""
-
-    async def run() -> None:
-        async with World.open(api.kubeconfig) as world:
-            operation = await world.operate(namespaces=[world.namespace])
-            await operation.look_after()
-            await asyncio.wait_for(scenario(world, operation), 90)
-
-    run_to_end(run())
 
 
 async def make_gpu_node(world: World, index: int, mib: int) -> None:
