@@ -77,7 +77,12 @@ class Browser:
 
     def hover(self, element: WebElement, x: int = 0, y: int = 0) -> str:
         """Moves the pointer there, from the element's middle, and returns what the tooltip says then."""
-        self.ask("arguments[0].scrollIntoView({block: 'center'})", element)
+        # The page is told of it in a frame to come, and takes tooltips away then.
+        self.driver.execute_async_script(
+            """arguments[0].scrollIntoView({block: 'center'});
+               requestAnimationFrame(() => requestAnimationFrame(arguments[1]));""",
+            element,
+        )
         ActionChains(self.driver).move_to_element_with_offset(element, x, y).perform()
         return self.tooltip()
 

@@ -18,6 +18,7 @@ from testcluster.waiting import run_or_raise, wait_until
 
 PLACES = range(1, 10)
 END_SECONDS, START_SECONDS = 30.0, 60.0
+_LAST_WORDS = 1500  # characters of a log
 # The kubelet sets these for the whole machine. On a test's machine it must not: it finds what it wants in place.
 KERNEL_SETTINGS = {
     "vm/overcommit_memory": 1, "vm/panic_on_oom": 0, "kernel/panic": 10, "kernel/panic_on_oops": 1,
@@ -154,9 +155,14 @@ class Node:
         """
         first = self._first_process_id()
         if first is None:
-            raise NodeDown(f"{self.name} does not run (its log: {self._claim.log(self.name)})")
+            raise NodeDown(f"{self.name} does not run\n{self._last_words()}")
         inside = ["nsenter", "--target", str(first), "--mount", "--uts", "--ipc", "--pid", "--net", "--wd=/"]
         return run_or_raise(*inside, *command)
+
+    def _last_words(self) -> str:
+        """The ends of its logs: where tests run unattended, the logs themselves are gone with the machine."""
+        logs = sorted(self._claim.log(self.name).parent.glob(f"{self.name}*.log"))
+        return "\n".join(f"--- {log}\n{log.read_text(errors='replace')[-_LAST_WORDS:]}" for log in logs)
 
     # ---- its first process
 

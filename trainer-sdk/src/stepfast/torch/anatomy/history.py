@@ -36,13 +36,25 @@ class History:
 def cpu_history() -> Iterator[History]:
     """Of this thread's allocations on the CPU; kernels' own, in their threads, among them."""
     history = History()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell the terminal about every start and stop
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
+    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
         yield history
     assert session.profiler is not None
     found: list[MemoryChange] = []
     _collect(session.profiler.kineto_results.experimental_event_tree(), found)
     history.changes = sorted(found, key=lambda change: change.time_ns)
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """It would tell the terminal about every start and stop."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    try:
+        yield
+    finally:
+        os.environ.pop("KINETO_LOG_LEVEL", None)
 
 
 @contextmanager

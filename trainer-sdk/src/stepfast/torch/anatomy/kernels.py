@@ -8,9 +8,9 @@ attention, autocast's lists. A mode sees calls by name, before torch takes them 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch.nn import functional as F  # noqa: N812 - its customary name
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-_ENGINE = "_engine_run_backward"
+from stepfast.torch.anatomy.replacing import backward_passes, replaced
+
 _LOWER = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
 
@@ -32,34 +33,38 @@ class Attention(StrEnum):
     MATH = "math"
 
 
-class _Kernels(TorchFunctionMode):
-    """A mode that stays in force within backward passes, for what they compute again: torch leaves it at their door."""
+@contextmanager
+def in_force(kernels: TorchFunctionMode) -> Iterator[None]:
+    """Within, these are called; also by what backward passes compute again, at whose door torch leaves a mode."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._depth = 0
-        self._run_backward: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
+    def within(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_within(*args: Any, **kwargs: Any) -> Any:
+            with kernels:
+                return run(*args, **kwargs)
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        if not self._depth:
-            self._run_backward = getattr(torch.autograd, _ENGINE)
-            setattr(torch.autograd, _ENGINE, self._backward)
-        self._depth += 1
-        return self
+        return run_within
 
-    def __exit__(self, *raised: Any) -> None:
-        self._depth -= 1
-        if not self._depth:
-            setattr(torch.autograd, _ENGINE, self._run_backward)
-        super().__exit__(*raised)
-
-    def _backward(self, *args: Any, **kwargs: Any) -> Any:
-        with self:
-            return self._run_backward(*args, **kwargs)
+    with kernels, backward_passes(within):
+        yield
 
 
-class CpuKernels(_Kernels):
+@contextmanager
+def _taken_apart(kernels: TorchFunctionMode) -> Iterator[None]:
+    """For one call of what torch.nn.functional writes in Python: what it is made of is seen, too. It asks first whether
+    a mode wants it whole.
+    """
+    asking = ExitStack()
+
+    def asked(_tensors: object) -> bool:
+        asking.close()
+        return False
+
+    with asking, kernels:
+        asking.enter_context(replaced(F, "has_torch_function", asked))
+        yield
+
+
+class CpuKernels(TorchFunctionMode):
     """A CPU's own choice stands. What the dispatcher does not show: a number that a product keeps for the backward pass
     is a tensor of eight bytes."""
 
@@ -70,6 +75,9 @@ class CpuKernels(_Kernels):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is F.multi_head_attention_forward:
+            with _taken_apart(self):
+                return func(*args, **(kwargs or {}))
         if func in _KEEP_NUMBERS and len(args) == 2:
             args = (args[0], _kept_number(args[0], args[1]))
         return func(*args, **(kwargs or {}))
@@ -89,7 +97,7 @@ def _kept_number(tensor: Any, number: Any) -> Any:
     return torch.scalar_tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64)
 
 
-class CudaKernels(_Kernels):
+class CudaKernels(TorchFunctionMode):
     """Calls what CUDA would run; under autocast by CUDA's lists, on top of the CPU's, which leave fewer operations in
     fp32.
 
@@ -115,7 +123,7 @@ class CudaKernels(_Kernels):
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with self._within_functional():
+            with _taken_apart(self):
                 return func(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
             args, kwargs = _cast(func, args, kwargs)
@@ -159,19 +167,6 @@ class CudaKernels(_Kernels):
         if self._attention is not Attention.MATH and fits_efficient:
             return Attention.EFFICIENT
         return Attention.MATH
-
-    @contextmanager
-    def _within_functional(self) -> Iterator[None]:
-        """torch.nn.functional's own compositions call these by the names of their module, where no mode sees them."""
-        ours: dict[str, Callable[..., Any]] = {"dropout": _dropout, "scaled_dot_product_attention": self._attend}
-        theirs = {name: getattr(F, name) for name in ours}
-        try:
-            for name, function in ours.items():
-                setattr(F, name, function)
-            yield
-        finally:
-            for name, function in theirs.items():
-                setattr(F, name, function)
 
 
 def _dropout(

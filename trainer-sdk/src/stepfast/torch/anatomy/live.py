@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy.allocator import Reservation
 from stepfast.torch.anatomy.assembly import Assembled
+from stepfast.torch.anatomy.batches import BatchFunction, batch_of, moved
 from stepfast.torch.anatomy.devices import CPU, Device, device_called
 from stepfast.torch.anatomy.history import History, cpu_history, cuda_history
 from stepfast.torch.anatomy.modules import ModulePath
@@ -36,7 +36,6 @@ from stepfast.torch.anatomy.setting import (
     prepared_optimizer,
 )
 from stepfast.torch.anatomy.training import (
-    BatchFunction,
     Loop,
     LossFunction,
     ModelFunction,
@@ -44,7 +43,7 @@ from stepfast.torch.anatomy.training import (
     PlainTrainee,
     RecordedTraining,
     Trainee,
-    batch_of,
+    loss_of,
     model_loss,
 )
 
@@ -79,7 +78,7 @@ def measure(
         checkpointing=checkpointing,
         loop=Loop(steps=steps, accumulation_steps=accumulation_steps, clip_norm=clip_norm),
     )
-    make_batch = partial(_moved, partial(batch_of, batch_fn, batch_size), place)
+    make_batch = partial(_arriving, partial(batch_of, batch_fn, batch_size), place)
     model = prepared_model(model_fn, setting).to(place)
     trainee = PlainTrainee(model, prepared_optimizer(optimizer_fn, model), setting.loop)
     run = _run(trainee, make_batch, loss_fn, setting, place)
@@ -132,7 +131,7 @@ def _seconds(
         for _ in range(setting.loop.accumulation_steps):
             batch = make_batch()
             with setting.autocast(place.type):
-                loss = loss_fn(trainee.module, batch)
+                loss = loss_of(loss_fn, trainee.module, batch)
             trainee.backward(setting.scaled(loss))
         trainee.update()
         trainee.release()
@@ -199,10 +198,6 @@ def _synchronize(place: torch.device) -> None:
         torch.cuda.synchronize(place)
 
 
-def _moved(make_batch: Callable[[], Any], place: torch.device) -> Any:
+def _arriving(make_batch: Callable[[], Any], place: torch.device) -> Any:
     batch = make_batch()
-    if place.type == "cpu":
-        return batch
-    if isinstance(batch, Mapping):
-        batch = dict(batch)  # what Transformers returns is a mapping that trees do not know
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), batch)
+    return batch if place.type == "cpu" else moved(batch, place)

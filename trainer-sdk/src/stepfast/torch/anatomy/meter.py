@@ -21,22 +21,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepfast.torch.anatomy.batches import tensors_in
 from stepfast.torch.anatomy.history import History
 from stepfast.torch.anatomy.live import device_here, device_use, history_of, observed_run
 from stepfast.torch.anatomy.modules import ModulePath
 from stepfast.torch.anatomy.nvml import DeviceUse
 from stepfast.torch.anatomy.recorder import Recorder, Sightings
+from stepfast.torch.anatomy.replacing import backward_passes, replaced
 from stepfast.torch.anatomy.report import Report
 from stepfast.torch.anatomy.reporting import report_of
 from stepfast.torch.anatomy.setting import Setting
 from stepfast.torch.anatomy.spacing import FIRST_STEP, steps_between
 from stepfast.torch.anatomy.timeline import Component, Phase
-from stepfast.torch.anatomy.training import Loop, PlainTrainee, adopt_holdings, label_holdings, tensors_in
+from stepfast.torch.anatomy.training import Loop, PlainTrainee, adopt_holdings, label_holdings
 
 log = logging.getLogger("stepfast")
 
 _RECENT = 100  # steps whose times count
-_BACKWARD = "backward"  # of torch.autograd: what Tensor.backward calls
 _USE_SECONDS = 10.0  # between two looks at the GPU as a whole
 
 
@@ -216,8 +217,9 @@ class _Sample:
                 optimizer.register_step_pre_hook(lambda *_: self._recorder.turn(Phase.OPTIMIZER, step)),
             ):
                 stack.callback(hook.remove)
-            stack.callback(setattr, torch.autograd, _BACKWARD, getattr(torch.autograd, _BACKWARD))
-            setattr(torch.autograd, _BACKWARD, self._phased(getattr(torch.autograd, _BACKWARD)))
+            stack.enter_context(backward_passes(self._phased))
+            # The gradient that a backward pass begins with is made before it is run.
+            stack.enter_context(replaced(torch.autograd, "backward", self._phased(torch.autograd.backward)))
             self._stack = stack.pop_all()
 
     def take(self, args: Any, kwargs: Any) -> None:
@@ -227,16 +229,15 @@ class _Sample:
         self._recorder.adopt(Component.INPUTS, tensors)
         self._recorder.turn(Phase.FORWARD, self._step)
 
-    def _phased(self, backward: Callable[..., None]) -> Callable[..., None]:
+    def _phased(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         """The loss may be computed outside of the model, and gradients be clipped before the optimizer's step."""
 
-        def run(*args: Any, **kwargs: Any) -> None:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if torch._C._current_graph_task_id() != -1:  # within another one, for what is computed again
-                backward(*args, **kwargs)
-                return
+                return backward(*args, **kwargs)
             self._recorder.turn(Phase.BACKWARD, self._step)
             try:
-                backward(*args, **kwargs)
+                return backward(*args, **kwargs)
             finally:
                 self._recorder.turn(Phase.OPTIMIZER, self._step)
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from stepfast.errors import AnatomyError
-from stepfast.torch.anatomy.training import BatchFunction, ModelFunction, OptimizerFunction
+from stepfast.torch.anatomy.batches import BatchFunction
+from stepfast.torch.anatomy.training import ModelFunction, OptimizerFunction
 
 # In the order in which a kind of model is taken for what it is trained for first.
 _TASKS = {

@@ -7,20 +7,22 @@ size takes seconds; weights are never in memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from stepfast.torch.anatomy.allocator import Reservation, reserve
 from stepfast.torch.anatomy.assembly import assemble
+from stepfast.torch.anatomy.batches import BatchFunction, batch_of, tensors_in
 from stepfast.torch.anatomy.cudaworkspaces import CudaWorkspaces
 from stepfast.torch.anatomy.devices import Device, device_named
-from stepfast.torch.anatomy.fakes import fake_tensors
-from stepfast.torch.anatomy.kernels import Attention, CpuKernels, CudaKernels
+from stepfast.torch.anatomy.fakes import check_places, fake_tensors, on_fakes, taken_for_real
+from stepfast.torch.anatomy.kernels import Attention, CpuKernels, CudaKernels, in_force
 from stepfast.torch.anatomy.modules import ModulePath
 from stepfast.torch.anatomy.operations import Costs
 from stepfast.torch.anatomy.parallel.plan import Parallel, Sharing, parallel_from
@@ -43,13 +45,11 @@ from stepfast.torch.anatomy.setting import (
 )
 from stepfast.torch.anatomy.timeline import Timeline
 from stepfast.torch.anatomy.training import (
-    BatchFunction,
     Loop,
     LossFunction,
     ModelFunction,
     OptimizerFunction,
     RecordedTraining,
-    batch_of,
     model_loss,
 )
 from stepfast.torch.anatomy.workspaces import AskedWorkspaces, Workspaces
@@ -121,8 +121,9 @@ def simulate(
         if setting.parallel.sharing is not Sharing.NONE:
             mesh = stack.enter_context(imagined_world(setting.parallel.world_size))
         stack.enter_context(fake_tensors())
-        model = prepared_model(model_fn, setting)
+        model = prepared_model(partial(on_fakes, model_fn), setting)
         facts = facts_of(model)
+        stack.enter_context(taken_for_real())
         rank = Rank(
             plan=setting.parallel,
             loop=setting.loop,
@@ -141,8 +142,8 @@ def simulate(
         )
         stack.enter_context(modules)
         stack.enter_context(recorder)
-        stack.enter_context(_kernels(setting))
-        training.run(trainee, make_batch)
+        stack.enter_context(in_force(_kernels(setting)))
+        training.run(trainee, partial(_on_cpu, make_batch))
         recorder.close()
         del trainee, training, model
     assembled = assemble(recorder, _workspaces(setting), costs.seconds_on(setting.device))
@@ -152,6 +153,12 @@ def simulate(
         costs=costs,
         facts=facts,
     )
+
+
+def _on_cpu(make_batch: Callable[[], Any]) -> Any:
+    batch = make_batch()
+    check_places("batch_fn", tensors_in(batch))
+    return batch
 
 
 def _workspaces(setting: Setting) -> Workspaces:
@@ -181,7 +188,7 @@ def _optimizer(optimizer_fn: OptimizerFunction, setting: Setting, model: nn.Modu
     return optimizer
 
 
-def _kernels(setting: Setting) -> AbstractContextManager[Any]:
+def _kernels(setting: Setting) -> TorchFunctionMode:
     if not setting.device.is_cuda:
         return CpuKernels()
     return CudaKernels(setting.attention, softmax_keeps_input=setting.release.softmax_keeps_input)

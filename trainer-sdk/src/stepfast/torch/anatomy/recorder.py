@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -22,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stepfast.torch.anatomy.accumulation import Holders, as_without_a_mode, holders_of_a_buffer
 from stepfast.torch.anatomy.modules import ModulePath
+from stepfast.torch.anatomy.replacing import replaced
 from stepfast.torch.anatomy.timeline import Block, Component, Phase
 
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "fsdp::")
@@ -39,12 +41,14 @@ class TensorShape(NamedTuple):
 class Signature(NamedTuple):
     """An operation on arguments of certain shapes: calls that are equal in it cost the same.
 
-    `leaves` are the arguments, flattened: TensorShape for tensors; `spec` puts them together again.
+    `leaves` are the arguments, flattened: TensorShape for tensors; `spec` puts them together again. `keeps`: gradients
+    are recorded, which some kernels ask themselves, to keep more for their backward pass.
     """
 
     operator: torch._ops.OpOverload[Any, Any]
     leaves: tuple[Any, ...]
     spec: Any  # torch.utils._pytree.TreeSpec
+    keeps: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ class Recorder(TorchDispatchMode):
         self._forward: set[int] = set()  # blocks of the forward pass under way
         self._is_paused = self._is_closed = False
         self._fake: Any = None
-        self._resize: Callable[..., Any] | None = None
+        self._watch = ExitStack()
+        self._alone: Holders = holders_of_a_buffer()
 
     @contextmanager
     def phase(self, phase: Phase, step: int) -> Iterator[None]:
@@ -190,7 +195,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self._fake = active_fake_mode()
-        self._watch_resizes()
+        self._watch.enter_context(replaced(torch.UntypedStorage, "resize_", self._resizing()))
         super().__enter__()
         return self
 
@@ -198,9 +203,7 @@ class Recorder(TorchDispatchMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        if self._resize is not None:
-            setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
-            self._resize = None
+        self._watch.close()
 
     def __torch_dispatch__(
         self,
@@ -211,6 +214,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if any(kind is DTensor for kind in types):
             return NotImplemented  # it comes again as operations on local tensors
+        func = as_without_a_mode(func, args, self._alone)
         begin = time.time_ns()
         result = func(*args, **(kwargs or {}))
         # DTensor finds out shapes with fake tensors of its own, which are no memory of anyone.
@@ -232,7 +236,7 @@ class Recorder(TorchDispatchMode):
             for storage in _storages(tensor):
                 if self._block(storage) is None:
                     made.append(self._begin(storage, name))  # noqa: PERF401 - the second storage asks for the first
-        signature = Signature(func, tuple(map(_described, leaves)), spec)
+        signature = Signature(func, tuple(map(_described, leaves)), spec, torch.is_grad_enabled())
         if name.startswith(_COLLECTIVES):
             self._communicated((*leaves, *outputs))
         elif func is torch.ops.aten._to_copy.default and self._is_weight(leaves[0]):
@@ -306,18 +310,16 @@ class Recorder(TorchDispatchMode):
         blocks = (self._block(storage) for storage in _storages(leaf))
         return any(block is not None and self.blocks[block].component is Component.WEIGHTS for block in blocks)
 
-    def _watch_resizes(self) -> None:
-        """`UntypedStorage.resize_` does not pass the dispatcher."""
+    def _resizing(self) -> Callable[..., Any]:
+        """`UntypedStorage.resize_`, which does not pass the dispatcher, seen."""
         original = torch.UntypedStorage.resize_
-        recorder = self
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            recorder._resized(storage)
+            self._resized(storage)
             return result
 
-        self._resize = original
-        setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010 - mypy takes it for the base class's
+        return resize_
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._known.get(storage)

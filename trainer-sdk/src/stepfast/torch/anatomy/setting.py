@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy.allocator import Reservation
 from stepfast.torch.anatomy.assembly import Assembled
 from stepfast.torch.anatomy.devices import Device
+from stepfast.torch.anatomy.fakes import NO_LAZY_MODULES
 from stepfast.torch.anatomy.kernels import Attention
 from stepfast.torch.anatomy.operations import Costs
 from stepfast.torch.anatomy.parallel.plan import Parallel
@@ -39,6 +42,8 @@ class Release:
     has_cublas_workspace: bool = True  # given to cuBLAS by torch, not taken by itself, since 1.11
     has_foreach: bool = True  # optimizers step all parameters at once on CUDA since 1.13
 
+
+_OPTIONAL = inspect.Parameter("closure", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
 
 TODAY = Release()
 TORCH_1_10 = Release(keeps_gradients=True, softmax_keeps_input=True, has_cublas_workspace=False, has_foreach=False)
@@ -65,7 +70,8 @@ class Setting:
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         """Mixed precision by autocast."""
         dtype = self.compute_dtype()
-        return nullcontext() if dtype is None else torch.autocast(device_type, dtype)
+        # torch's default, whatever else in this process turned off: Lightning does, while it trains.
+        return nullcontext() if dtype is None else torch.autocast(device_type, dtype, cache_enabled=True)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as it goes backward: fp16 is scaled, as torch.amp.GradScaler begins."""
@@ -102,6 +108,11 @@ def prepared_model(model_fn: ModelFunction, setting: Setting) -> nn.Module:
     model = model_fn()
     if not isinstance(model, nn.Module):
         raise AnatomyError(f"model_fn returned a {type(model).__name__}, not a torch.nn.Module")
+    if any(
+        isinstance(each, UninitializedParameter | UninitializedBuffer)
+        for each in (*model.parameters(), *model.buffers())
+    ):
+        raise AnatomyError(NO_LAZY_MODULES)
     if setting.precision is Precision.BF16:
         model = model.to(torch.bfloat16)
     model.train()
@@ -128,6 +139,8 @@ def prepared_optimizer(optimizer_fn: OptimizerFunction, model: nn.Module) -> tor
     optimizer = optimizer_fn(trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise AnatomyError(f"optimizer_fn returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    if next(iter(inspect.signature(optimizer.step).parameters.values()), _OPTIONAL).default is inspect.Parameter.empty:
+        raise AnatomyError(f"{type(optimizer).__name__} steps with a closure, which computes losses of its own")
     return optimizer
 
 

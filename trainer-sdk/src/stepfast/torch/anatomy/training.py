@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,15 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from stepfast.errors import AnatomyError
+from stepfast.torch.anatomy.batches import tensors_in
 from stepfast.torch.anatomy.recorder import Recorder
 from stepfast.torch.anatomy.timeline import Component, Phase
 
 ModelFunction = Callable[[], nn.Module]
 OptimizerFunction = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-BatchFunction = Callable[..., Any]
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -61,20 +59,18 @@ def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss
 
 
-def batch_of(batch_fn: BatchFunction, batch_size: int | None) -> Any:
-    """What `batch_fn` makes, given `batch_size` when it takes an argument. Raises AnatomyError when it needs one."""
-    takes = [
-        parameter
-        for parameter in inspect.signature(batch_fn).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if batch_size is None:
-        if takes and takes[0].default is inspect.Parameter.empty:
-            raise AnatomyError("batch_fn takes a batch size: pass batch_size=…")
-        return batch_fn()
-    if not takes:
-        raise AnatomyError("batch_fn takes no argument, so it cannot follow batch_size: let it take the batch size")
-    return batch_fn(batch_size)
+def loss_of(loss_fn: LossFunction, module: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss of a batch. Raises AnatomyError where it is none to go backward from."""
+    loss = loss_fn(module, batch)
+    if not isinstance(loss, torch.Tensor):
+        raise AnatomyError(f"loss_fn returned a {type(loss).__name__}, not a tensor")
+    if loss.numel() != 1:
+        raise AnatomyError(
+            f"loss_fn returned a tensor of {tuple(loss.shape)}, not one number: take its mean or its sum"
+        )
+    if not loss.requires_grad:
+        raise AnatomyError("the loss does not depend on any parameter that is trained: there is no way backward")
+    return loss
 
 
 class Holding(NamedTuple):
@@ -161,7 +157,7 @@ class RecordedTraining:
                     batch = self._next(make_batch)
                 with phase(Phase.FORWARD, step):
                     with self._cast():
-                        loss = self._loss_fn(trainee.module, batch)
+                        loss = loss_of(self._loss_fn, trainee.module, batch)
                     if self._loop.accumulation_steps > 1:
                         loss = loss / self._loop.accumulation_steps
                     loss = self._scale(loss)
@@ -191,8 +187,3 @@ def label_holdings(recorder: Recorder, trainee: Trainee) -> None:
     """Says what is what of all that was recorded until now."""
     for component, tensors, module in trainee.holdings():
         recorder.label(component, tensors, module=module)
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors of nested tuples, lists and mappings, in their order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -7,19 +7,20 @@ to the eight bytes of a wrapped scalar, and stays so when a release of torch cha
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from stepfast.torch.anatomy.generators import untouched_generators
 from stepfast.torch.anatomy.history import cpu_history
 from stepfast.torch.anatomy.recorder import Call, Signature, TensorShape
 
 _UNASKED = frozenset({"c10d", "_c10d_functional", "prim", "profiler", "fsdp"})
 _LIMIT_BYTES = 4 << 30
+_RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class AskedWorkspaces:
 
     def _ask(self, call: Call) -> KernelRun | None:
         try:
-            with _untouched_generators(), torch.no_grad():
+            with untouched_generators(), torch.set_grad_enabled(call.signature.keeps):
                 return _run(call.signature)
         except (RuntimeError, TypeError, ValueError, IndexError):
             # Zeros are no valid argument of some operations; the step itself runs on other values.
@@ -81,6 +82,8 @@ class AskedWorkspaces:
 
 def _run(signature: Signature) -> KernelRun:
     given = _materialized(signature)
+    if signature.operator is _RNN_BACKWARD:
+        given = _with_rnn_workspace(given[0]), given[1]
     before = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(given) if isinstance(tensor, torch.Tensor)}
     args, kwargs = given
     with cpu_history() as history:
@@ -94,6 +97,19 @@ def _run(signature: Signature) -> KernelRun:
             if pointer and pointer not in before and pointer not in pointers:
                 pointers.append(pointer)
     return KernelRun(_pieces([(each.address, each.size_bytes) for each in history.changes], pointers), seconds)
+
+
+def _with_rnn_workspace(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """oneDNN's backward pass reads what its forward pass left in a workspace, whose size no stand-in knows. It does not
+    look how large that is, so a forward pass makes one.
+    """
+    inputs = args[:7]
+    reverse, mode, hidden_size, num_layers, has_biases, train, bidirectional, batch_sizes, batch_first = args[13:22]
+    with torch.enable_grad():
+        made = torch.ops.aten.mkldnn_rnn_layer.default(
+            *inputs, reverse, batch_sizes, mode, hidden_size, num_layers, has_biases, bidirectional, batch_first, train
+        )
+    return (*args[:-1], made[-1])
 
 
 def _pieces(changes: Sequence[tuple[int, int]], results: Sequence[int]) -> tuple[Piece, ...]:
@@ -133,12 +149,3 @@ def _span_bytes(shape: TensorShape) -> int:
 def _is_view(operator: torch._ops.OpOverload[Any, Any]) -> bool:
     returns = operator._schema.returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-
-
-@contextmanager
-def _untouched_generators() -> Iterator[None]:
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from stepfast.errors import AnatomyError
+from stepfast.torch.anatomy.batches import tensors_in
+from stepfast.torch.anatomy.replacing import replaced
 from stepfast.torch.anatomy.timeline import Component
-from stepfast.torch.anatomy.training import Holding, tensors_in
+from stepfast.torch.anatomy.training import Holding
 
 _RANK = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "DS_ACCELERATOR": "cpu"}
 
@@ -106,9 +108,9 @@ def deepspeed_at_home() -> Iterator[Any]:
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         with (
-            _replaced(backend, "build_shm_op", lambda: None),
-            _replaced(coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
-            _replaced(agreement, "assert_ints_same_as_other_ranks", lambda ints: None),
+            replaced(backend, "build_shm_op", lambda: None),
+            replaced(coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
+            replaced(agreement, "assert_ints_same_as_other_ranks", lambda ints: None),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
@@ -137,16 +139,6 @@ def zero_trainee(
         dist_init_required=False,
     )
     return ZeroTrainee(engine, label)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _forget_world() -> None:
