@@ -112,16 +112,16 @@ VERDICTS: dict[str, tuple[Footprint, Room, dict[str, Any], str, str, str]] = {
         "take 8.0 GiB; node-0 has 7.0 GiB, and no other more: train with a smaller batch or fewer ranks a node"),
     "limit": (SMALL, nodes(99, limit_bytes=GIB), {}, "False", "NodeTooSmall", "their limit is 1.0 GiB (limits.memory)"),
     "no node": (SMALL, nodes(), {}, "Unknown", "MemoryUnknown", "nobody says what a node has: set limits.memory in"),
-    "three slots": (SMALL, slots(12), {}, "True", "Fits", "node-0 has 99.0 GiB"),
+    "three slots": (SMALL, slots(12.1), {}, "True", "Fits", "node-0 has 99.0 GiB"),
     "two slots": (SMALL, slots(99, 11.5), {}, "True", "Fits",
-        "checkpoints would take 3 slots × 4.0 GiB = 12.0 GiB of a node, and the agent of node-1 may take 11.5 GiB: two "
-        "slots a rank, so that a save may wait for the upload of the one before"),
+        "checkpoints would take 3 slots × 4.0 GiB = 12.0 GiB of a node, and the agent of node-1 may take 11.5 GiB, "
+        "512.0 MiB less: two slots a rank, so that a save may wait for the upload of the one before"),
     "one slot": (SMALL, slots(12, world_size=2, ranks=2), {}, "True", "Fits",
-        "3 slots × 2 ranks × 4.0 GiB = 24.0 GiB of a node, and the agent of node-0 may take 12.0 GiB: one slot a rank, "
-        "so that a save may wait for the upload of the one before"),
+        "3 slots × 2 ranks × 4.0 GiB = 24.0 GiB of a node, and the agent of node-0 may take 12.0 GiB, 12.0 GiB less: "
+        "one slot a rank, so that a save may wait for the upload of the one before"),
     "less than a slot": (SMALL, slots(99), {"checkpoint": {"memory": {"sizeLimit": "3Gi"}}}, "True", "Fits",
-        "checkpoint.memory.sizeLimit is 3.0 GiB: checkpoints are streamed through it, and training waits "
-        "for the storage"),
+        "checkpoint.memory.sizeLimit is 3.0 GiB, 9.0 GiB less: they are streamed through two windows of 1.5 GiB a "
+        "rank, and training waits for the storage"),
 }  # fmt: skip
 
 
