@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from stepfast.errors import SpecError
 from stepfast_operator.document import JSON
 from stepfast_operator.manifests import gpus_per_node, processes_per_node, resources_of
 from stepfast_operator.observed import NodeMemory, Room
+from stepfast_operator.placement import placement_of
 from stepfast_operator.podview import NodeReport, NodeView
 from stepfast_operator.quantities import parse_quantity
 from stepfast_operator.spec import TrainingSpec
@@ -17,10 +18,10 @@ _NVIDIA = "nvidia.com/gpu"
 
 
 def room_of(spec: TrainingSpec, nodes: Iterable[NodeView], report_of: Callable[[str], NodeReport | None]) -> Room:
-    """What the job's ranks find on the nodes that its pods may run on, as far as their nodeSelector says. Raises
-    SpecError, as `processes_per_node` does.
+    """What the job's ranks find on the nodes that its pods may run on. Raises SpecError, as `processes_per_node`
+    does.
     """
-    selector: Mapping[str, JSON] = spec.template.spec.get("nodeSelector") or {}
+    placement = placement_of(spec)
     ranks, limits = processes_per_node(spec), resources_of(spec).get("limits") or {}
     # The label is of NVIDIA's GPUs: beside them a cluster may have others.
     is_nvidia = bool(gpus_per_node(spec, (_NVIDIA,)))
@@ -37,7 +38,7 @@ def room_of(spec: TrainingSpec, nodes: Iterable[NodeView], report_of: Callable[[
                 slot_bytes=_slots(report_of(node.name)),
             )
             for node in nodes
-            if all(node.labels.get(name) == value for name, value in selector.items())
+            if placement.admits(node)
         ],
     )
 
