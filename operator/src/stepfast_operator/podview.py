@@ -80,7 +80,8 @@ class Taint:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
     """A node. `not_ready_time` is since when it is not Ready; None while it is. `allocatable_bytes`: of its memory.
-    `taints`: of one that is cordoned that, too.
+    `gpus`: how many `nvidia.com/gpu` pods may have of it (0 where it says nothing). `taints`: of one that is cordoned
+    that, too.
     """
 
     name: str
@@ -88,6 +89,7 @@ class NodeView:
     ready_message: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     allocatable_bytes: int | None = None
+    gpus: int = 0
     taints: tuple[Taint, ...] = ()
 
 
@@ -162,7 +164,8 @@ def node_of(node: JSON) -> NodeView:
         name=node["metadata"]["name"],
         not_ready_time=None if is_ready else _time(ready.get("lastTransitionTime")) or 0.0,
         labels=node["metadata"].get("labels") or {},
-        allocatable_bytes=_allocatable(node),
+        allocatable_bytes=_allocatable(node, "memory"),
+        gpus=_allocatable(node, "nvidia.com/gpu") or 0,
         taints=_taints(node.get("spec") or {}),
         ready_message="" if is_ready else f"{ready.get('reason', 'NotReady')}: {ready.get('message', '')}".rstrip(": "),
     )
@@ -177,10 +180,10 @@ def _taints(spec: JSON) -> tuple[Taint, ...]:
     return tuple(told)
 
 
-def _allocatable(node: JSON) -> int | None:
-    amount = ((node.get("status") or {}).get("allocatable") or {}).get("memory")
+def _allocatable(node: JSON, resource: str) -> int | None:
+    amount = ((node.get("status") or {}).get("allocatable") or {}).get(resource)
     try:
-        return None if amount is None else parse_quantity(amount, "status.allocatable.memory")
+        return None if amount is None else parse_quantity(amount, f"status.allocatable.{resource}")
     except SpecError:
         return None  # in thousandths, say: nobody says it
 

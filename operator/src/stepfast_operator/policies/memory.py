@@ -50,10 +50,11 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Capacity:
-    """What there is in one place, and the words for that."""
+    """What there is in one place, and the words for that. `is_most`: there may be less."""
 
     size_bytes: int
     text: str
+    is_most: bool = False
 
 
 def is_due(status: Status, gang: Gang | None) -> bool:
@@ -131,21 +132,28 @@ def _device_fit(footprint: Footprint, observed: Observed) -> Fit:
 
 
 def _devices(footprint: Footprint, observed: Observed) -> list[_Capacity]:
-    """What a GPU has: as the nodes say, else the spec, else the prediction."""
-    nodes = [
-        _Capacity(size_bytes=node.device_bytes, text=f"a GPU of {node.name} has {size_text(node.device_bytes)}")
-        for node in _by_name(observed.room.nodes)
-        if node.device_bytes is not None
-    ]
+    """What a GPU has: as the nodes say, else the spec, else the profile that is asked for, else the prediction."""
+    room, declared = observed.room, observed.spec.memory_policy.device_memory
+    nodes = [_device_of(node, node.device_bytes) for node in _by_name(room.nodes) if node.device_bytes is not None]
+    sure = [one for one in nodes if not one.is_most]
+    if declared is not None and len(sure) < max(1, len(nodes)):
+        what = f"a GPU has {size_text(declared)} (memoryPolicy.deviceMemory)"
+        return [*sure, _Capacity(size_bytes=declared, text=what)]
     if nodes:
         return nodes
-    declared = observed.spec.memory_policy.device_memory
-    if declared is not None:
-        return [_Capacity(size_bytes=declared, text=f"a GPU has {size_text(declared)} (memoryPolicy.deviceMemory)")]
+    if room.slice_bytes is not None:
+        what = f"a slice of the MIG profile that is asked for has at most {size_text(room.slice_bytes)}"
+        return [_Capacity(size_bytes=room.slice_bytes, text=what, is_most=True)]
     size = footprint.device_memory_bytes
     if size is None:
         return []
     return [_Capacity(size_bytes=size, text=f"{footprint.device}, which that is predicted for, has {size_text(size)}")]
+
+
+def _device_of(node: NodeMemory, size_bytes: int) -> _Capacity:
+    most, name = "at most " if node.is_device_most else "", f" ({node.device_name})" if node.device_name else ""
+    text = f"a GPU of {node.name} has {most}{size_text(size_bytes)}{name}"
+    return _Capacity(size_bytes=size_bytes, text=text, is_most=node.is_device_most)
 
 
 def _node_fit(footprint: Footprint, room: Room) -> Fit:
@@ -174,6 +182,12 @@ def _compared(needed: int, told: str, capacities: Sequence[_Capacity], too_small
     """With the smallest place where it fits all of them, and the largest where it fits none."""
     smallest = min(capacities, key=lambda one: one.size_bytes)
     largest = max(capacities, key=lambda one: one.size_bytes)
+    unsure = next((one for one in capacities if one.is_most), None)
+    if needed <= smallest.size_bytes and unsure is not None:
+        what = (
+            f"{told}; {unsure.text}, and nobody says how much: set spec.memoryPolicy.deviceMemory to what a rank gets"
+        )
+        return _unknown(FitReason.MEMORY_UNKNOWN, what)
     if needed <= smallest.size_bytes:
         return Fit(fits=True, reason=FitReason.FITS, message=f"{told}; {smallest.text}")
     if needed > largest.size_bytes:
