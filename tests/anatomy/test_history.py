@@ -68,12 +68,40 @@ def test_other_devices_do_not_count() -> None:
         ("NVIDIA A100-SXM4-40GB", 40, "a100-40gb"),
         ("NVIDIA A100 80GB PCIe", 80, "a100-80gb"),
         ("NVIDIA H100 80GB HBM3", 80, "h100-80gb"),
+        ("NVIDIA H100 PCIe", 80, "h100-pcie-80gb"),
+        ("NVIDIA H100 NVL", 93, "h100-nvl-94gb"),
         ("NVIDIA H200", 140, "h200-141gb"),
         ("NVIDIA B200", 179, "b200-180gb"),
     ],
 )
 def test_a_device_is_known_by_the_drivers_name_for_it(name: str, gibibytes: int, known: str) -> None:
     assert device_called(name, gibibytes << 30).name == known
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes"),
+    [
+        ("NVIDIA A10G", 23028),
+        ("NVIDIA A10-4Q", 4096),
+        ("NVIDIA A10-24Q", 24576),
+        ("NVIDIA L40", 46068),
+        ("NVIDIA H200 NVL", 143771),
+        ("NVIDIA GH200 480GB", 97871),
+        ("NVIDIA GeForce RTX 4090 D", 24564),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376),
+        ("Tesla V100S-PCIE-32GB", 32510),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9728),
+        ("NVIDIA A100-SXM4-80GB MIG 7g.80gb", 80640),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40448),
+        ("NVIDIA A100-SXM4-80GB", 9728),
+        ("NVIDIA H100 PCIe", 95830),
+        ("NVIDIA A100-SXM4-40GB", 81920),
+        ("Tesla T4", 8192),
+    ],
+)
+def test_a_device_is_not_taken_for_another_whose_name_is_within_its_own(name: str, mebibytes: int) -> None:
+    device = device_called(name, mebibytes << 20)
+    assert (device.name, device.memory_bytes) == (name, mebibytes << 20)
 
 
 def test_a_device_that_nobody_knows_keeps_its_name_and_its_memory() -> None:

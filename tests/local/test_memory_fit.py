@@ -80,7 +80,7 @@ def test_job_that_does_not_fit_is_warned_of_and_runs(runs: Any, run: Any, tmp_pa
     assert (tmp_path / "has-run").exists()
     told = condition(runs)
     assert (told["status"], told["reason"]) == ("False", "NodeTooSmall")
-    assert "checkpoint.memory.sizeLimit is 64.0 MiB: one slot a rank" in told["message"]
+    assert "checkpoint.memory.sizeLimit is 64.0 MiB, 56.0 MiB less: one slot a rank" in told["message"]
     log = runs.log
     assert log.count("stepfast: the job does not fit its memory: one rank takes") == 1
     assert log.index("does not fit its memory") < log.index("launched"), "said too late"

@@ -68,6 +68,16 @@ def test_only_nodes_that_the_pods_may_run_on_count() -> None:
     ]
 
 
+def test_nodes_that_the_pods_do_not_tolerate_or_that_are_cordoned_do_not_count() -> None:
+    tainted, cordoned, free = (gpu_node(name, "1") for name in "abc")
+    tainted["spec"] = {"taints": [{"key": "team", "value": "vision", "effect": "NoSchedule"}]}
+    cordoned["spec"] = {"unschedulable": True}
+    nodes = (tainted, cordoned, free)
+    assert [found.name for found in find(*nodes, limits=GPU).nodes] == ["c"]
+    template = {"spec": {"tolerations": [{"key": "team", "operator": "Exists"}]}}
+    assert [found.name for found in find(*nodes, limits=GPU, template=template).nodes] == ["a", "c"]
+
+
 def test_label_of_nvidias_gpus_says_nothing_of_others() -> None:
     room = find(gpu_node("a", "15360"), limits={"amd.com/gpu": 1})
     assert (room.gpus, room.nodes[0].device_bytes) == (1, None)

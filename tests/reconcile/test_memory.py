@@ -50,6 +50,15 @@ def gpus(*sizes: float | None, room: Room = ONE) -> Room:
     return replace(room, nodes=nodes)
 
 
+def slices(*sizes: float, room: Room = ONE) -> Room:
+    """Nodes, beside those of the room, whose GPUs are slices that have no more than so many GiB, by their names."""
+    nodes = [
+        NodeMemory(name=f"node-{index}", device_bytes=int(size * GIB), is_device_most=True, device_name=f"MIG-{size}")
+        for index, size in enumerate(sizes)
+    ]
+    return replace(room, nodes=[*room.nodes, *nodes])
+
+
 def nodes(*sizes: float, **room: Any) -> Room:
     """Nodes without GPUs that have so many GiB."""
     found = [NodeMemory(name=f"node-{index}", memory_bytes=int(size * GIB)) for index, size in enumerate(sizes)]
@@ -97,6 +106,24 @@ VERDICTS: dict[str, tuple[Footprint, Room, dict[str, Any], str, str, str]] = {
         "; a GPU has 12.0 GiB (memoryPolicy.deviceMemory): train"),
     "prediction's own device": (BERT, ONE, {}, "True", "Fits",
         "; v100-16gb, which that is predicted for, has 15.8 GiB"),
+    "slice by its name": (BERT, slices(20), {}, "Unknown", "MemoryUnknown", f"{TOLD}; a GPU of node-0 has at most "
+        "20.0 GiB (MIG-20), and nobody says how much: set spec.memoryPolicy.deviceMemory to what a rank gets"),
+    "slice that is too small by its name": (BERT, slices(10), {}, "False", "DeviceTooSmall",
+        "; a GPU of node-0 has at most 10.0 GiB (MIG-10): train with a smaller batch"),
+    "slice beside a GPU that is too small": (BERT, slices(20, room=gpus(11)), {}, "Unknown", "DependsOnNode",
+        "; a GPU of node-0 has at most 20.0 GiB (MIG-20), but a GPU of node-0 has 11.0 GiB: keep"),
+    "slice beside a GPU that is large enough": (BERT, slices(20, room=gpus(80)), {}, "Unknown", "MemoryUnknown",
+        "; a GPU of node-0 has at most 20.0 GiB (MIG-20), and nobody says"),
+    "policy says what a slice has": (BERT, slices(20), {"memoryPolicy": {"deviceMemory": "19Gi"}}, "True", "Fits",
+        "; a GPU has 19.0 GiB (memoryPolicy.deviceMemory)"),
+    "policy says it of the slice alone": (BERT, slices(20, room=gpus(11)), {"memoryPolicy": {"deviceMemory": "19Gi"}},
+        "Unknown", "DependsOnNode", "; a GPU has 19.0 GiB (memoryPolicy.deviceMemory), but a GPU of node-0 has 11.0"),
+    "profile, and no node that says it": (BERT, replace(ONE, slice_bytes=20 * GIB), {}, "Unknown", "MemoryUnknown",
+        "; a slice of the MIG profile that is asked for has at most 20.0 GiB, and nobody says how much"),
+    "profile that is too small": (BERT, replace(gpus(None), slice_bytes=10 * GIB), {}, "False", "DeviceTooSmall",
+        "; a slice of the MIG profile that is asked for has at most 10.0 GiB: train"),
+    "profile that a node has measured": (BERT, replace(gpus(19.5), slice_bytes=20 * GIB), {}, "True", "Fits",
+        "; a GPU of node-0 has 19.5 GiB"),
     "nobody says it": (replace(BERT, device_memory_bytes=None), ONE, {}, "Unknown", "MemoryUnknown",
         "label the nodes (nvidia.com/gpu.memory), or set spec.memoryPolicy.deviceMemory"),
     "ranks that share GPUs": (BERT, gpus(40, room=Room(world_size=8, ranks=8, gpus=3)), {}, "False", "DeviceTooSmall",
@@ -112,16 +139,16 @@ VERDICTS: dict[str, tuple[Footprint, Room, dict[str, Any], str, str, str]] = {
         "take 8.0 GiB; node-0 has 7.0 GiB, and no other more: train with a smaller batch or fewer ranks a node"),
     "limit": (SMALL, nodes(99, limit_bytes=GIB), {}, "False", "NodeTooSmall", "their limit is 1.0 GiB (limits.memory)"),
     "no node": (SMALL, nodes(), {}, "Unknown", "MemoryUnknown", "nobody says what a node has: set limits.memory in"),
-    "three slots": (SMALL, slots(12), {}, "True", "Fits", "node-0 has 99.0 GiB"),
+    "three slots": (SMALL, slots(12.1), {}, "True", "Fits", "node-0 has 99.0 GiB"),
     "two slots": (SMALL, slots(99, 11.5), {}, "True", "Fits",
-        "checkpoints would take 3 slots × 4.0 GiB = 12.0 GiB of a node, and the agent of node-1 may take 11.5 GiB: two "
-        "slots a rank, so that a save may wait for the upload of the one before"),
+        "checkpoints would take 3 slots × 4.0 GiB = 12.0 GiB of a node, and the agent of node-1 may take 11.5 GiB, "
+        "512.0 MiB less: two slots a rank, so that a save may wait for the upload of the one before"),
     "one slot": (SMALL, slots(12, world_size=2, ranks=2), {}, "True", "Fits",
-        "3 slots × 2 ranks × 4.0 GiB = 24.0 GiB of a node, and the agent of node-0 may take 12.0 GiB: one slot a rank, "
-        "so that a save may wait for the upload of the one before"),
+        "3 slots × 2 ranks × 4.0 GiB = 24.0 GiB of a node, and the agent of node-0 may take 12.0 GiB, 12.0 GiB less: "
+        "one slot a rank, so that a save may wait for the upload of the one before"),
     "less than a slot": (SMALL, slots(99), {"checkpoint": {"memory": {"sizeLimit": "3Gi"}}}, "True", "Fits",
-        "checkpoint.memory.sizeLimit is 3.0 GiB: checkpoints are streamed through it, and training waits "
-        "for the storage"),
+        "checkpoint.memory.sizeLimit is 3.0 GiB, 9.0 GiB less: they are streamed through two windows of 1.5 GiB a "
+        "rank, and training waits for the storage"),
 }  # fmt: skip
 
 

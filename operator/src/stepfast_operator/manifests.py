@@ -69,6 +69,12 @@ def resources_of(spec: TrainingSpec) -> Mapping[str, JSON]:
     return _resources(_trainer_of(spec.template.spec), spec)
 
 
+def tolerations_of(spec: TrainingSpec) -> list[JSON]:
+    """The taints that the pods tolerate: as the template says, and that of spot nodes where they may run there."""
+    spot = {"key": _SPOT, "operator": "Equal", "value": "spot", "effect": "NoSchedule"}
+    return [*copy.deepcopy(spec.template.spec.get("tolerations") or ()), *([spot] if spec.spot.tolerate else ())]
+
+
 def _count(name: str, amount: JSON) -> int:
     try:
         return int(amount or 0)
@@ -127,9 +133,9 @@ def pod_of(
         "volumes": [*_without(template.get("volumes") or (), _VOLUME), _volume(spec, job, launch.run)],
         "affinity": _affinity(template.get("affinity") or {}, owner, preferred_node),
     }
-    if spec.spot.tolerate:
-        spot = {"key": _SPOT, "operator": "Equal", "value": "spot", "effect": "NoSchedule"}
-        pod["tolerations"] = [*(template.get("tolerations") or ()), spot]
+    tolerations = tolerations_of(spec)
+    if tolerations:
+        pod["tolerations"] = tolerations
     return {
         "apiVersion": "v1",
         "kind": "Pod",

@@ -122,12 +122,15 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
-    """What a node has (bytes; None: nobody says). `device_bytes`: each of its GPUs. `memory_bytes`: what pods may take.
-    `slot_bytes`: what its agent may.
+    """What a node has (bytes; None: nobody says). `device_bytes`: each of its GPUs, or the most that a rank may get of
+    one (`is_device_most`), as of a slice whose size nobody says; `device_name`: by which that is known, where nobody
+    has measured it. `memory_bytes`: what pods may take. `slot_bytes`: what its agent may.
     """
 
     name: str
     device_bytes: int | None = None
+    is_device_most: bool = False
+    device_name: str = ""
     memory_bytes: int | None = None
     slot_bytes: int | None = None
 
@@ -136,12 +139,15 @@ class NodeMemory:
 class Room:
     """The memory that the gang is to find. `nodes`: those that it may run on. On one of them are `ranks` of the job's
     `world_size`, which share `gpus`; `limit_bytes` is what they may take together of its memory (None: all of it).
+    `slice_bytes`: the most that a slice has, on whatever node, which the pods ask for by its MIG profile (None: they do
+    not).
     """
 
     world_size: int = 1
     ranks: int = 1
     gpus: int = 0
     limit_bytes: int | None = None
+    slice_bytes: int | None = None
     nodes: Sequence[NodeMemory] = ()
 
 

@@ -17,9 +17,10 @@ from stepfast_operator.quantities import parse_amount
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _ENV_FIELDS = frozenset({"name", "value", "valueFrom"})
 _RESOURCE_FIELDS = ("limits", "requests")
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"  # rules of an affinity that must hold
 # The lists in a pod's affinity that ours are added to.
 _AFFINITIES = {
-    "podAntiAffinity": "requiredDuringSchedulingIgnoredDuringExecution",
+    "podAntiAffinity": REQUIRED,
     "nodeAffinity": "preferredDuringSchedulingIgnoredDuringExecution",
 }
 
@@ -75,15 +76,15 @@ def parse_resources(value: JSON, path: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def parse_pod_spec(value: JSON, path: str) -> Mapping[str, JSON]:
-    """A pod's spec. What is merged with ours has the shape of a pod's; all else is the API server's to check. Raises
-    SpecError.
+    """A pod's spec. What is merged with ours, or read before there is a pod, has the shape of a pod's; all else is the
+    API server's to check. Raises SpecError.
     """
     spec = parse_object(value, path)
     for name in ("securityContext", "affinity"):
         _check_object(spec, name, path)
     for name, rules in _AFFINITIES.items():
         _check_list(_check_object(spec.get("affinity"), name, f"{path}.affinity"), rules, f"{path}.affinity.{name}")
-    _check_list(spec, "tolerations", path)
+    _check_placement(spec, path)
     _check_named(spec, "volumes", path)
     for index, container in enumerate(_check_named(spec, "containers", path)):
         where = f"{path}.containers[{index}]"
@@ -98,6 +99,20 @@ def parse_pod_spec(value: JSON, path: str) -> Mapping[str, JSON]:
     return spec
 
 
+def _check_placement(spec: Mapping[str, JSON], path: str) -> None:
+    """What chooses the pods' nodes."""
+    _check_object(spec, "nodeSelector", path)
+    _check_objects(spec, "tolerations", path)
+    where = f"{path}.affinity.nodeAffinity"
+    required = _check_object((spec.get("affinity") or {}).get("nodeAffinity"), REQUIRED, where)
+    where = f"{where}.{REQUIRED}"
+    for index, term in enumerate(_check_objects(required, "nodeSelectorTerms", where)):
+        of_term = f"{where}.nodeSelectorTerms[{index}]"
+        for name in ("matchExpressions", "matchFields"):
+            for number, requirement in enumerate(_check_objects(term, name, of_term)):
+                _check_list(requirement, "values", f"{of_term}.{name}[{number}]")
+
+
 def _check_object(holder: JSON, name: str, path: str) -> Mapping[str, JSON]:
     """The object in that field; an empty one where there is none."""
     value = (holder or {}).get(name)
@@ -109,6 +124,13 @@ def _check_list(holder: JSON, name: str, path: str) -> Sequence[JSON]:
     if value is not None and not isinstance(value, list | tuple):
         raise SpecError(f"{path}.{name}", f"expected a list, not {value!r}")
     return value or ()
+
+
+def _check_objects(holder: JSON, name: str, path: str) -> Sequence[Mapping[str, JSON]]:
+    items = _check_list(holder, name, path)
+    for index, item in enumerate(items):
+        parse_object(item, f"{path}.{name}[{index}]")
+    return items
 
 
 def _check_named(holder: JSON, name: str, path: str) -> Sequence[Mapping[str, JSON]]:

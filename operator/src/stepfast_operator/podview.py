@@ -14,6 +14,7 @@ from stepfast_operator.document import JSON
 from stepfast_operator.quantities import parse_quantity
 
 _TERMINAL = frozenset({"Succeeded", "Failed"})
+_UNSCHEDULABLE = "node.kubernetes.io/unschedulable"  # the taint that its controller adds to a cordoned node, later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +69,28 @@ class PodView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Taint:
+    """What keeps pods off a node that do not tolerate it."""
+
+    key: str
+    value: str
+    effect: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """A node. `not_ready_time` is since when it is not Ready; None while it is. `allocatable_bytes`: of its memory."""
+    """A node. `not_ready_time` is since when it is not Ready; None while it is. `allocatable_bytes`: of its memory.
+    `gpus`: how many `nvidia.com/gpu` pods may have of it (0 where it says nothing). `taints`: of one that is cordoned
+    that, too.
+    """
 
     name: str
     not_ready_time: float | None
     ready_message: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     allocatable_bytes: int | None = None
+    gpus: int = 0
+    taints: tuple[Taint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,15 +164,26 @@ def node_of(node: JSON) -> NodeView:
         name=node["metadata"]["name"],
         not_ready_time=None if is_ready else _time(ready.get("lastTransitionTime")) or 0.0,
         labels=node["metadata"].get("labels") or {},
-        allocatable_bytes=_allocatable(node),
+        allocatable_bytes=_allocatable(node, "memory"),
+        gpus=_allocatable(node, "nvidia.com/gpu") or 0,
+        taints=_taints(node.get("spec") or {}),
         ready_message="" if is_ready else f"{ready.get('reason', 'NotReady')}: {ready.get('message', '')}".rstrip(": "),
     )
 
 
-def _allocatable(node: JSON) -> int | None:
-    amount = ((node.get("status") or {}).get("allocatable") or {}).get("memory")
+def _taints(spec: JSON) -> tuple[Taint, ...]:
+    told = [
+        Taint(key=one["key"], value=one.get("value") or "", effect=one["effect"]) for one in spec.get("taints") or ()
+    ]
+    if spec.get("unschedulable"):
+        told.append(Taint(key=_UNSCHEDULABLE, value="", effect="NoSchedule"))
+    return tuple(told)
+
+
+def _allocatable(node: JSON, resource: str) -> int | None:
+    amount = ((node.get("status") or {}).get("allocatable") or {}).get(resource)
     try:
-        return None if amount is None else parse_quantity(amount, "status.allocatable.memory")
+        return None if amount is None else parse_quantity(amount, f"status.allocatable.{resource}")
     except SpecError:
         return None  # in thousandths, say: nobody says it
 

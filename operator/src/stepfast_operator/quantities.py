@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from stepfast.errors import SpecError
-from stepfast.layout import CHUNK_BYTES
-from stepfast.slot import CONTROL_BYTES
+from stepfast.slotplan import LEAST_SHARE_BYTES
 from stepfast_operator.document import JSON
 
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([KMGTPE]i|[kMGTPE]|m|)")
@@ -32,7 +31,7 @@ def parse_amount(value: JSON, path: str) -> str:
 
 def check_memory(size_bytes: int, ranks: int, path: str) -> None:
     """Raises SpecError when so much memory is too little for that many ranks: each needs room for one chunk."""
-    least = ranks * (CHUNK_BYTES + CONTROL_BYTES)
+    least = ranks * LEAST_SHARE_BYTES
     if size_bytes < least:
         share = "a rank needs" if ranks == 1 else f"{ranks} ranks need"
         raise SpecError(path, f"{size_bytes} bytes are too little: {share} at least {least} ({-(-least // 2**20)}Mi)")

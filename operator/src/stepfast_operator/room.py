@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 from stepfast.errors import SpecError
+from stepfast.gpumodels import slice_bytes
 from stepfast_operator.document import JSON
+from stepfast_operator.gpumemory import GPU, MIG, device_memory
 from stepfast_operator.manifests import gpus_per_node, processes_per_node, resources_of
 from stepfast_operator.observed import NodeMemory, Room
+from stepfast_operator.placement import placement_of
 from stepfast_operator.podview import NodeReport, NodeView
 from stepfast_operator.quantities import parse_quantity
 from stepfast_operator.spec import TrainingSpec
 
-GPU_MEMORY = "nvidia.com/gpu.memory"  # a label of NVIDIA's GPU feature discovery: MiB of each GPU of the node
-_NVIDIA = "nvidia.com/gpu"
-
 
 def room_of(spec: TrainingSpec, nodes: Iterable[NodeView], report_of: Callable[[str], NodeReport | None]) -> Room:
-    """What the job's ranks find on the nodes that its pods may run on, as far as their nodeSelector says. Raises
-    SpecError, as `processes_per_node` does.
+    """What the job's ranks find on the nodes that its pods may run on. Raises SpecError, as `processes_per_node`
+    does.
     """
-    selector: Mapping[str, JSON] = spec.template.spec.get("nodeSelector") or {}
-    ranks, limits = processes_per_node(spec), resources_of(spec).get("limits") or {}
-    # The label is of NVIDIA's GPUs: beside them a cluster may have others.
-    is_nvidia = bool(gpus_per_node(spec, (_NVIDIA,)))
+    placement, ranks, limits = placement_of(spec), processes_per_node(spec), resources_of(spec).get("limits") or {}
+    profiles = [name for name in limits if name.startswith(MIG)]
+    # Labels are of NVIDIA's GPUs: beside them a cluster may have others.
+    asked = [name for name in (GPU, *profiles) if gpus_per_node(spec, (name,))]
+    slices = [size for size in map(slice_bytes, asked) if size is not None]
     return Room(
         world_size=spec.trainer.num_nodes * ranks,
         ranks=ranks,
-        gpus=gpus_per_node(spec),
+        gpus=gpus_per_node(spec) + gpus_per_node(spec, profiles),
         limit_bytes=_size(limits.get("memory")),
-        nodes=[
-            NodeMemory(
-                name=node.name,
-                device_bytes=_gpu_memory(node) if is_nvidia else None,
-                memory_bytes=node.allocatable_bytes,
-                slot_bytes=_slots(report_of(node.name)),
-            )
-            for node in nodes
-            if all(node.labels.get(name) == value for name, value in selector.items())
-        ],
+        slice_bytes=min(slices, default=None),
+        nodes=[_memory_of(node, asked, report_of(node.name)) for node in nodes if placement.admits(node)],
     )
 
 
-def _gpu_memory(node: NodeView) -> int | None:
-    text = node.labels.get(GPU_MEMORY, "")
-    return int(text) << 20 if text.isdecimal() and int(text) > 0 else None
-
-
-def _slots(report: NodeReport | None) -> int | None:
-    return report.memory_limit_bytes if report is not None else None
+def _memory_of(node: NodeView, asked: Sequence[str], report: NodeReport | None) -> NodeMemory:
+    """Of GPUs, the smallest of those that the pods ask for."""
+    devices = [found for found in (device_memory(node, name) for name in asked) if found is not None]
+    device = min(devices, key=lambda found: found.size_bytes, default=None)
+    return NodeMemory(
+        name=node.name,
+        device_bytes=device.size_bytes if device is not None else None,
+        is_device_most=device is not None and device.is_most,
+        device_name=device.name if device is not None else "",
+        memory_bytes=node.allocatable_bytes,
+        slot_bytes=report.memory_limit_bytes if report is not None else None,
+    )
 
 
 def _size(amount: JSON) -> int | None:

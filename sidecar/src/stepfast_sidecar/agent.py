@@ -19,6 +19,7 @@ from stepfast.anatomymetrics import heard
 from stepfast.errors import ProtocolError
 from stepfast.messages import Hello, Launching, SaveRequested, Status
 from stepfast.nodestatus import NodeStatus, to_document
+from stepfast.slotplan import rank_share
 from stepfast.step import JobKey
 from stepfast_sidecar.checkpointnode import Action, CheckpointNodeWriter, NodeRequest
 from stepfast_sidecar.cluster import checkpoint_node_writer, serve_kubelet
@@ -290,10 +291,12 @@ class Agent:
         """The rank's share of the memory tier now: living jobs divide it equally, and their ranks each job's part."""
         job = JobKey.parse(hello.job)
         living = sum(room.is_living for other, room in self.rooms.items() if other != job) + 1
-        limit = self.config.memory_limit_bytes // living
-        if hello.memory_bytes:
-            limit = min(limit, hello.memory_bytes)
-        return limit // hello.local_world_size
+        return rank_share(
+            self.config.memory_limit_bytes,
+            jobs=living,
+            job_limit_bytes=hello.memory_bytes or None,
+            ranks=hello.local_world_size,
+        )
 
     def reclaim(self, wanted_bytes: int, room: Room) -> None:
         """Frees slots that nobody needs: first of ranks that are gone, then beyond the shares of other living jobs."""

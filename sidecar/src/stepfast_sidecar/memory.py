@@ -22,44 +22,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepfast.errors import AgentError, MemoryBudgetTooSmall, SpecError
-from stepfast.layout import CHUNK_BYTES
+from stepfast.errors import AgentError, SpecError
 from stepfast.slot import CONTROL_BYTES, ControlPage, SlotState, agent_record, read_control
 from stepfast.step import JobKey
 from stepfast.storage.blocks import free_blocks
 from stepfast.tensorfile import PAGE
 
-MAX_SLOTS = 3  # one is persisted, one is the newest whole step, one is written
 VOLUMES = ".volumes"  # no namespace has a name like that: the notes of published volumes
 _LOCK = "agent.lock"
 _LOCK_SECONDS = 5.0  # how long the agent before has to go
 _SLOT = re.compile(r"slot-([0-9]+)-([0-9]+)-([0-9]+)")
 _SLACK_BYTES = 1 << 20  # of a file's blocks: some file systems count what they note of it, too
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotPlan:
-    """How a rank's share is used: so many slots of so many data bytes. `streamed`: a file is larger than a slot."""
-
-    slots: int
-    capacity_bytes: int
-    streamed: bool
-
-
-def plan_slots(share_bytes: int, file_bytes: int) -> SlotPlan:
-    """Divides a rank's share for files of that size. Raises MemoryBudgetTooSmall when not even a chunk fits."""
-    capacity = -(-file_bytes // PAGE) * PAGE
-    whole = min(MAX_SLOTS, share_bytes // (capacity + CONTROL_BYTES))
-    if whole >= 1:
-        return SlotPlan(slots=whole, capacity_bytes=capacity, streamed=False)
-    windows = 2 if share_bytes >= 2 * (CHUNK_BYTES + CONTROL_BYTES) else 1
-    chunks = (share_bytes // windows - CONTROL_BYTES) // CHUNK_BYTES
-    if chunks < 1:
-        raise MemoryBudgetTooSmall(
-            f"a rank's share of the memory tier is {share_bytes} bytes; at least {CHUNK_BYTES + CONTROL_BYTES} are "
-            "needed: raise checkpoint.memory.sizeLimit (STEPFAST_MEMORY_BUFFER_SIZE)"
-        )
-    return SlotPlan(slots=windows, capacity_bytes=chunks * CHUNK_BYTES, streamed=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

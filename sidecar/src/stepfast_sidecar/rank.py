@@ -41,11 +41,11 @@ from stepfast.messages import (
 )
 from stepfast.ranks import RankSet
 from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
+from stepfast.slotplan import MAX_SLOTS, SlotPlan, plan_slots
 from stepfast.step import Tier
 from stepfast_sidecar.growth import cut_back, grown
 from stepfast_sidecar.holdings import Held, Holding
 from stepfast_sidecar.intake import Peer
-from stepfast_sidecar.memory import MAX_SLOTS, SlotPlan, plan_slots
 from stepfast_sidecar.persisterprocess import PersisterLost, RequestFailed
 from stepfast_sidecar.room import Room
 from stepfast_sidecar.run import Run, Session

@@ -10,8 +10,9 @@ from stepfast.errors import MemoryBudgetTooSmall
 from stepfast.layout import CHUNK_BYTES
 from stepfast.messages import MAX_SAVE_BYTES, Hello
 from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState
+from stepfast.slotplan import SlotPlan, plan_slots
 from stepfast.step import JobKey
-from stepfast_sidecar.memory import MemoryTier, SlotFile, SlotPlan, plan_slots
+from stepfast_sidecar.memory import MemoryTier, SlotFile
 
 log = logging.getLogger(__name__)
 

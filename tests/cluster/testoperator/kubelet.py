@@ -133,13 +133,14 @@ class Kubelets:
         await self._kube.create(f"{self._pods}/{pod}/binding", binding)
 
     async def make_node(self, index: int) -> None:
-        """A node that is Ready."""
+        """A node that is Ready. The API server taints every new one, and no controller is here to take that away."""
         name = self.node(index)
         self._nodes.add(name)
         try:
             await self._kube.create("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
         except AlreadyExists:
             return
+        await self._kube.patch(f"/api/v1/nodes/{name}", {"spec": {"taints": []}})
         await self.say(index, READY)
 
     async def _set(self, pod: str, phase: str, state: Mapping[str, Any]) -> None:

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from stepfast.errors import SpecError
+from stepfast.errors import MemoryBudgetTooSmall, SpecError
 from stepfast.footprint import Footprint, footprint_from_json
 from stepfast.sizes import size_text
+from stepfast.slotplan import LEAST_SHARE_BYTES, MAX_SLOTS, least_file_bytes, plan_slots, rank_share, slot_bytes
 from stepfast_operator.observed import Gang, NodeMemory, Observed, Room
 from stepfast_operator.record import ConditionType, Status
 from stepfast_operator.spec import MemoryAction
 
 _TOLD_PARTS = 8
-SLOTS = 3  # of a rank, where memory allows: docs/adr/three-slots.md
 _GPU_ADVICE = (
     "train with a smaller batch, activation checkpointing or sharding (FSDP, ZeRO) and predict anew, or choose nodes "
     "with larger GPUs (spec.template.spec.nodeSelector)"
@@ -50,10 +50,11 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Capacity:
-    """What there is in one place, and the words for that."""
+    """What there is in one place, and the words for that. `is_most`: there may be less."""
 
     size_bytes: int
     text: str
+    is_most: bool = False
 
 
 def is_due(status: Status, gang: Gang | None) -> bool:
@@ -131,21 +132,28 @@ def _device_fit(footprint: Footprint, observed: Observed) -> Fit:
 
 
 def _devices(footprint: Footprint, observed: Observed) -> list[_Capacity]:
-    """What a GPU has: as the nodes say, else the spec, else the prediction."""
-    nodes = [
-        _Capacity(size_bytes=node.device_bytes, text=f"a GPU of {node.name} has {size_text(node.device_bytes)}")
-        for node in _by_name(observed.room.nodes)
-        if node.device_bytes is not None
-    ]
+    """What a GPU has: as the nodes say, else the spec, else the profile that is asked for, else the prediction."""
+    room, declared = observed.room, observed.spec.memory_policy.device_memory
+    nodes = [_device_of(node, node.device_bytes) for node in _by_name(room.nodes) if node.device_bytes is not None]
+    sure = [one for one in nodes if not one.is_most]
+    if declared is not None and len(sure) < max(1, len(nodes)):
+        what = f"a GPU has {size_text(declared)} (memoryPolicy.deviceMemory)"
+        return [*sure, _Capacity(size_bytes=declared, text=what)]
     if nodes:
         return nodes
-    declared = observed.spec.memory_policy.device_memory
-    if declared is not None:
-        return [_Capacity(size_bytes=declared, text=f"a GPU has {size_text(declared)} (memoryPolicy.deviceMemory)")]
+    if room.slice_bytes is not None:
+        what = f"a slice of the MIG profile that is asked for has at most {size_text(room.slice_bytes)}"
+        return [_Capacity(size_bytes=room.slice_bytes, text=what, is_most=True)]
     size = footprint.device_memory_bytes
     if size is None:
         return []
     return [_Capacity(size_bytes=size, text=f"{footprint.device}, which that is predicted for, has {size_text(size)}")]
+
+
+def _device_of(node: NodeMemory, size_bytes: int) -> _Capacity:
+    most, name = "at most " if node.is_device_most else "", f" ({node.device_name})" if node.device_name else ""
+    text = f"a GPU of {node.name} has {most}{size_text(size_bytes)}{name}"
+    return _Capacity(size_bytes=size_bytes, text=text, is_most=node.is_device_most)
 
 
 def _node_fit(footprint: Footprint, room: Room) -> Fit:
@@ -174,6 +182,12 @@ def _compared(needed: int, told: str, capacities: Sequence[_Capacity], too_small
     """With the smallest place where it fits all of them, and the largest where it fits none."""
     smallest = min(capacities, key=lambda one: one.size_bytes)
     largest = max(capacities, key=lambda one: one.size_bytes)
+    unsure = next((one for one in capacities if one.is_most), None)
+    if needed <= smallest.size_bytes and unsure is not None:
+        what = (
+            f"{told}; {unsure.text}, and nobody says how much: set spec.memoryPolicy.deviceMemory to what a rank gets"
+        )
+        return _unknown(FitReason.MEMORY_UNKNOWN, what)
     if needed <= smallest.size_bytes:
         return Fit(fits=True, reason=FitReason.FITS, message=f"{told}; {smallest.text}")
     if needed > largest.size_bytes:
@@ -196,9 +210,10 @@ def _components(footprint: Footprint) -> str:
 
 
 def _slots(footprint: Footprint, observed: Observed) -> str | None:
-    """What comes of memory for fewer slots than there might be; None when it is enough, or nobody knows."""
+    """What comes of memory for fewer slots than there might be; None when it is enough, or nobody knows. As the agent
+    plans them while no other job lives on the node: two that want all of its GPUs do not.
+    """
     room, declared = observed.room, observed.spec.checkpoint.memory.size_limit
-    step = room.ranks * footprint.checkpoint_bytes
     limits = [
         _Capacity(size_bytes=node.slot_bytes, text=f"the agent of {node.name} may take {size_text(node.slot_bytes)}")
         for node in _by_name(room.nodes)
@@ -207,17 +222,35 @@ def _slots(footprint: Footprint, observed: Observed) -> str | None:
     if declared is not None:
         limits.insert(0, _Capacity(size_bytes=declared, text=f"checkpoint.memory.sizeLimit is {size_text(declared)}"))
     least = min(limits, key=lambda one: one.size_bytes, default=None)
-    if least is None or least.size_bytes >= SLOTS * step:
+    if least is None:
         return None
-    held = least.size_bytes // step
-    outcome = "checkpoints are streamed through it, and training waits for the storage" if held < 1 else (
-        f"{'two slots' if held > 1 else 'one slot'} a rank, so that a save may wait for the upload of the one before"
-    )  # fmt: skip
+    file_bytes = least_file_bytes(footprint.checkpoint_bytes)
+    share = rank_share(least.size_bytes, jobs=1, job_limit_bytes=declared, ranks=room.ranks)
+    outcome = _slot_outcome(share, file_bytes)
+    if outcome is None:
+        return None
+    wanted = MAX_SLOTS * room.ranks * slot_bytes(file_bytes)
     ranks = f"{room.ranks} ranks × " if room.ranks > 1 else ""
     return (
-        f"checkpoints would take {SLOTS} slots × {ranks}{size_text(footprint.checkpoint_bytes)} = "
-        f"{size_text(SLOTS * step)} of a node, and {least.text}: {outcome}"
+        f"checkpoints would take {MAX_SLOTS} slots × {ranks}{size_text(slot_bytes(file_bytes))} = {size_text(wanted)} "
+        f"of a node, and {least.text}, {size_text(wanted - least.size_bytes)} less: {outcome}"
     )
+
+
+def _slot_outcome(share_bytes: int, file_bytes: int) -> str | None:
+    """What the agent makes of a rank's share, in words; None when it is all that a rank may have."""
+    try:
+        plan = plan_slots(share_bytes, file_bytes)
+    except MemoryBudgetTooSmall:
+        return f"a rank's share is less than the {size_text(LEAST_SHARE_BYTES)} that it needs, and every save will fail"
+    if plan.streamed:
+        windows = "two windows" if plan.slots > 1 else "one window"
+        size = size_text(plan.capacity_bytes)
+        return f"they are streamed through {windows} of {size} a rank, and training waits for the storage"
+    if plan.slots == MAX_SLOTS:
+        return None
+    slots = "two slots" if plan.slots > 1 else "one slot"
+    return f"{slots} a rank, so that a save may wait for the upload of the one before"
 
 
 def _by_name(nodes: Sequence[NodeMemory]) -> list[NodeMemory]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from stepfast.errors import AnatomyError
+from stepfast.gpumodels import MODELS, is_like, model_called
 
 _MIB = 1 << 20
 _TERA = 10**12
@@ -37,7 +37,6 @@ class Device:
 
 def _cuda(  # noqa: PLR0917 - a row of the table below
     name: str,
-    memory_mib: int,
     fp32: float,
     tf32: float,
     half: float,
@@ -47,7 +46,7 @@ def _cuda(  # noqa: PLR0917 - a row of the table below
     is_hopper: bool = False,
 ) -> Device:
     return Device(
-        name=name, is_cuda=True, memory_bytes=memory_mib * _MIB, context_bytes=context_mib * _MIB,
+        name=name, is_cuda=True, memory_bytes=MODELS[name].memory_bytes, context_bytes=context_mib * _MIB,
         fp32_flops=fp32 * _TERA, tf32_flops=tf32 * _TERA, half_flops=half * _TERA, bandwidth=gigabytes_s * _GIGA,
         cublas_workspace_bytes=_CUBLAS_HOPPER if is_hopper else _CUBLAS,
     )  # fmt: skip
@@ -58,23 +57,25 @@ CPU = Device(
     fp32_flops=0.1 * _TERA, tf32_flops=0.1 * _TERA, half_flops=0.1 * _TERA, bandwidth=20 * _GIGA,
 )  # fmt: skip
 
-# The document's V100: 16,160 MiB and a context of 1,343 MB with the CUDA 11.2 of its day.
+# Memory is the model's. The document's V100 had a context of 1,343 MB with the CUDA 11.2 of its day.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         CPU,
-        _cuda("v100-16gb", 16160, 15.7, 15.7, 125, 900, context_mib=1343),
-        _cuda("v100-32gb", 32510, 15.7, 15.7, 125, 900, context_mib=1343),
-        _cuda("t4", 15360, 8.1, 8.1, 65, 320),
-        _cuda("a10", 23028, 31.2, 62.5, 125, 600),
-        _cuda("l4", 23034, 30.3, 60, 121, 300),
-        _cuda("l40s", 46068, 91.6, 183, 362, 864),
-        _cuda("rtx-4090", 24564, 82.6, 82.6, 165, 1008),
-        _cuda("a100-40gb", 40960, 19.5, 156, 312, 1555),
-        _cuda("a100-80gb", 81920, 19.5, 156, 312, 2039),
-        _cuda("h100-80gb", 81559, 67, 494, 989, 3350, is_hopper=True),
-        _cuda("h200-141gb", 143771, 67, 494, 989, 4800, is_hopper=True),
-        _cuda("b200-180gb", 183359, 80, 1100, 2250, 8000, is_hopper=True),
+        _cuda("v100-16gb", 15.7, 15.7, 125, 900, context_mib=1343),
+        _cuda("v100-32gb", 15.7, 15.7, 125, 900, context_mib=1343),
+        _cuda("t4", 8.1, 8.1, 65, 320),
+        _cuda("a10", 31.2, 62.5, 125, 600),
+        _cuda("l4", 30.3, 60, 121, 300),
+        _cuda("l40s", 91.6, 183, 362, 864),
+        _cuda("rtx-4090", 82.6, 82.6, 165, 1008),
+        _cuda("a100-40gb", 19.5, 156, 312, 1555),
+        _cuda("a100-80gb", 19.5, 156, 312, 2039),
+        _cuda("h100-80gb", 67, 494, 989, 3350, is_hopper=True),
+        _cuda("h100-pcie-80gb", 51, 378, 756, 2000, is_hopper=True),
+        _cuda("h100-nvl-94gb", 60, 418, 835, 3900, is_hopper=True),
+        _cuda("h200-141gb", 67, 494, 989, 4800, is_hopper=True),
+        _cuda("b200-180gb", 80, 1100, 2250, 8000, is_hopper=True),
     )
 }
 
@@ -88,24 +89,12 @@ def device_named(name: str) -> Device:
 
 
 def device_called(name: str, memory_bytes: int) -> Device:
-    """The device that the driver calls by this name, as "NVIDIA A100-SXM4-80GB", told apart by memory where names are
-    alike.
+    """The device that the driver calls by this name, as "NVIDIA A100-SXM4-80GB", and that has so much memory.
 
-    One that is not known is taken for CUDA's slowest here, by its own name: its times mean little, its memory all.
+    Any other, a MIG slice or a share of a known one among them, is taken for CUDA's slowest here, by its own name: its
+    times mean little, its memory all.
     """
-    words = name.lower().replace("-", " ").split()
-    alike = [device for device in DEVICES.values() if device.is_cuda and _model(device.name) in _joined(words)]
-    if not alike:
+    model = model_called(name)
+    if model is None or not is_like(model, memory_bytes):
         return replace(DEVICES["t4"], name=name, memory_bytes=memory_bytes)
-    return min(alike, key=lambda device: abs((device.memory_bytes or 0) - memory_bytes))
-
-
-def _model(name: str) -> str:
-    """`a100-80gb` is an `a100`, `rtx-4090` an `rtx 4090`."""
-    parts = name.split("-")
-    return " ".join(part for part in parts if not part.endswith("gb"))
-
-
-def _joined(words: list[str]) -> set[str]:
-    """Each word, and each pair of neighbours."""
-    return {*words, *(" ".join(pair) for pair in pairwise(words))}
+    return DEVICES[model.name]
