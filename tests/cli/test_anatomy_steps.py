@@ -141,6 +141,17 @@ def test_a_manifest_carries_the_prediction_and_nothing_else_of_it_changes(folder
     assert footprint.checkpoint_bytes == sum(report["memory"]["steady_components"].get(name, 0) for name in states)
 
 
+def test_ranks_that_hold_the_same_share_its_saves(folder: Path) -> None:
+    kept: dict[str, int] = {}
+    for parallel in ("none", "ddp:8"):
+        (folder / "job.yaml").write_text(JOB, encoding="utf-8")
+        ran = stepfast(folder, "predict", "--model", "config.json", "--parallel", parallel, "--annotate", "job.yaml")
+        assert ran.returncode == 0, ran.stderr
+        annotations = yaml.safe_load((folder / "job.yaml").read_text(encoding="utf-8"))["metadata"]["annotations"]
+        kept[parallel] = footprint_from_json(annotations[ANNOTATION]).checkpoint_bytes
+    assert kept["ddp:8"] == -(-kept["none"] // 8)
+
+
 def test_a_file_that_is_no_manifest_is_left_as_it_is(folder: Path) -> None:
     (folder / "job.yaml").write_text("kind: Pod\n", encoding="utf-8")
     ran = stepfast(folder, "predict", "--model", "config.json", "--annotate", "job.yaml")

@@ -40,8 +40,8 @@ class Footprint:
 
     `occupied_bytes`: what the allocator has reserved (`reserved_bytes`) and CUDA's own (`context_bytes`), as nvidia-smi
     shows them. `peak_bytes`: allocated at the worst moment, by component in `components`. `device_memory_bytes`: what
-    the device has that was predicted for (None: unknown). `checkpoint_bytes`: weights, buffers and optimizer states of
-    one rank. `world_size`: the number of ranks that this holds for (None: any).
+    the device has that was predicted for (None: unknown). `checkpoint_bytes`: what one rank
+    stages of weights, buffers and optimizer states. `world_size`: the number of ranks that this holds for (None: any).
     """
 
     title: str

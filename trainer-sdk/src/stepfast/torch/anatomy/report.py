@@ -129,7 +129,7 @@ class TimeReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """`kind`: "predicted" or "measured". `settings`: what was asked, in words, in order of appearance. `ranks`: how
-    many train together, of which this is one.
+    many train together, of which this is one; `replicas`: how many of them hold the same weights and states.
     """
 
     kind: str
@@ -142,15 +142,19 @@ class Report:
     time: TimeReport
     notes: Sequence[str] = field(default=())
     ranks: int = 1
+    replicas: int = 1
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
 
 def footprint_of(report: Report) -> Footprint:
-    """What a manifest carries of a prediction. A save stages what is there between steps: weights, buffers, states."""
+    """What a manifest carries of a prediction. A save stages what is there between steps: weights, buffers, states. Of
+    what several ranks hold each stages its part.
+    """
     memory = report.memory
     kept = (Component.WEIGHTS, Component.BUFFERS, Component.OPTIMIZER)
+    state_bytes = sum(memory.steady_components.get(component.value, 0) for component in kept)
     return Footprint(
         title=report.title,
         device=report.device,
@@ -160,7 +164,7 @@ def footprint_of(report: Report) -> Footprint:
         context_bytes=memory.context_bytes,
         peak_bytes=memory.peak_bytes,
         components={name: size for name, size in memory.peak_components.items() if size},
-        checkpoint_bytes=sum(memory.steady_components.get(component.value, 0) for component in kept),
+        checkpoint_bytes=-(-state_bytes // report.replicas),
         world_size=report.ranks if report.ranks > 1 else None,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from stepfast.torch.anatomy.allocator import Reservation
 from stepfast.torch.anatomy.devices import Device
 from stepfast.torch.anatomy.operations import OperationClass, costs_by_class
+from stepfast.torch.anatomy.parallel.plan import Sharing
 from stepfast.torch.anatomy.report import (
     ClassTime,
     CurvePoint,
@@ -52,6 +53,7 @@ def report_of(run: Run, setting: Setting, *, kind: str, title: str | None, batch
             is_bound=kind == "predicted" and device.is_cuda,
         ),
         ranks=setting.parallel.world_size,
+        replicas=setting.parallel.world_size if setting.parallel.sharing is Sharing.DDP else 1,
     )
 
 
