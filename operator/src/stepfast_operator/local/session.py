@@ -75,7 +75,7 @@ class Outcome:
     exit_code: int
     state_folder: Path
     storage_uri: str
-    anatomy: Path | None = None  # what was measured; None: nothing was, or no rank had a Checkpointer to measure
+    anatomy: Path | None = None  # where what was measured is, if anything was; None: nobody asked
 
 
 async def run_session(job: TrainingJob, surroundings: Surroundings, view: View) -> Outcome:
@@ -137,7 +137,7 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
         exit_code=exit_code_of(status),
         state_folder=state.path,
         storage_uri=storage_uri,
-        anatomy=anatomy if anatomy is not None and anatomy.exists() else None,
+        anatomy=anatomy,
     )
 
 

@@ -28,11 +28,17 @@ def print_summary(console: Console, job: TrainingJob, outcome: Outcome) -> None:
     status = outcome.status
     places = [("checkpoints", f"{outcome.storage_uri.rstrip('/')}/{job.job}"), ("logs", str(outcome.state_folder))]
     if outcome.anatomy is not None:
-        places.append(("anatomy", f"{outcome.anatomy.name} beside the logs: stepfast anatomy report"))
+        places.append(("anatomy", _anatomy(outcome.anatomy)))
     console.print(Report(title=str(job.job), facts=[*facts_of(status), *places], status=status).render())
     closing = _closing(status, job.spec.checkpoint.resume_policy)
     if closing is not None:
         console.print(closing)
+
+
+def _anatomy(file: Path) -> str:
+    if file.exists():
+        return f"{file.name} beside the logs: stepfast anatomy report"
+    return "nothing was measured: that takes a Checkpointer with one model and one optimizer, and a few steps"
 
 
 def _closing(status: Status, policy: ResumePolicy) -> str | None:

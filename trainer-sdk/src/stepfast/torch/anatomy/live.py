@@ -36,6 +36,7 @@ from stepfast.torch.anatomy.setting import (
     prepared_optimizer,
 )
 from stepfast.torch.anatomy.training import (
+    ForwardPass,
     Loop,
     LossFunction,
     ModelFunction,
@@ -43,7 +44,6 @@ from stepfast.torch.anatomy.training import (
     PlainTrainee,
     RecordedTraining,
     Trainee,
-    loss_of,
     model_loss,
 )
 
@@ -81,28 +81,22 @@ def measure(
     make_batch = partial(_arriving, partial(batch_of, batch_fn, batch_size), place)
     model = prepared_model(model_fn, setting).to(place)
     trainee = PlainTrainee(model, prepared_optimizer(optimizer_fn, model), setting.loop)
-    run = _run(trainee, make_batch, loss_fn, setting, place)
+    forward = ForwardPass(
+        loop=setting.loop, loss_fn=loss_fn, cast=partial(setting.autocast, place.type), scale=setting.scaled
+    )
+    run = _run(trainee, make_batch, forward, place)
     return report_of(run, setting, kind="measured", title=title, batch_size=batch_size)
 
 
-def _run(
-    trainee: Trainee, make_batch: Callable[[], Any], loss_fn: LossFunction, setting: Setting, place: torch.device
-) -> Run:
+def _run(trainee: Trainee, make_batch: Callable[[], Any], forward: ForwardPass, place: torch.device) -> Run:
     modules, sightings = ModulePath(), Sightings()
     recorder = Recorder(modules, sightings)
     modules.name(trainee.module)
-    training = RecordedTraining(
-        recorder,
-        loop=setting.loop,
-        loss_fn=loss_fn,
-        cast=partial(setting.autocast, place.type),
-        scale=setting.scaled,
-    )
     with history_of(place) as history:
         with modules, recorder:
-            training.run(trainee, make_batch)
+            RecordedTraining(recorder, forward).run(trainee, make_batch)
         recorder.close()
-    step_seconds = _seconds(trainee, make_batch, loss_fn, setting, place)
+    step_seconds = _seconds(trainee, make_batch, forward, place)
     return observed_run(trainee, recorder, sightings, history, step_seconds)
 
 
@@ -120,19 +114,14 @@ def observed_run(
     )
 
 
-def _seconds(
-    trainee: Trainee, make_batch: Callable[[], Any], loss_fn: LossFunction, setting: Setting, place: torch.device
-) -> float:
+def _seconds(trainee: Trainee, make_batch: Callable[[], Any], forward: ForwardPass, place: torch.device) -> float:
     """The median of a few steps that nobody records."""
     times: list[float] = []
     for _ in range(_TIMED_STEPS):
         _synchronize(place)
         started = time.perf_counter()
-        for _ in range(setting.loop.accumulation_steps):
-            batch = make_batch()
-            with setting.autocast(place.type):
-                loss = loss_of(loss_fn, trainee.module, batch)
-            trainee.backward(setting.scaled(loss))
+        for _ in range(forward.loop.accumulation_steps):
+            trainee.backward(forward(trainee.module, make_batch()))
         trainee.update()
         trainee.release()
         _synchronize(place)

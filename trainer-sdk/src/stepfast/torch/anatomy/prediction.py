@@ -45,6 +45,7 @@ from stepfast.torch.anatomy.setting import (
 )
 from stepfast.torch.anatomy.timeline import Timeline
 from stepfast.torch.anatomy.training import (
+    ForwardPass,
     Loop,
     LossFunction,
     ModelFunction,
@@ -133,8 +134,7 @@ def simulate(
         )
         trainee = rank.trainee(model, partial(_optimizer, optimizer_fn, setting), stack)
         modules.name(model)
-        training = RecordedTraining(
-            recorder,
+        forward = ForwardPass(
             loop=setting.loop,
             loss_fn=loss_fn,
             cast=nullcontext if rank.casts_itself else partial(setting.autocast, "cpu"),
@@ -143,9 +143,9 @@ def simulate(
         stack.enter_context(modules)
         stack.enter_context(recorder)
         stack.enter_context(in_force(_kernels(setting)))
-        training.run(trainee, partial(_on_cpu, make_batch))
+        RecordedTraining(recorder, forward).run(trainee, partial(_on_cpu, make_batch))
         recorder.close()
-        del trainee, training, model
+        del trainee, model
     assembled = assemble(recorder, _workspaces(setting), costs.seconds_on(setting.device))
     return Run(
         assembled=assembled,

@@ -132,20 +132,28 @@ class PlainTrainee:
             yield Holding(Component.OPTIMIZER, tensors_in(state), owners.get(trained, ""))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPass:
+    """From a batch to the loss that goes backward: `cast` is around the model, `scale` is applied to what it says."""
+
+    loop: Loop
+    loss_fn: LossFunction = model_loss
+    cast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
+
+    def __call__(self, module: nn.Module, batch: Any) -> torch.Tensor:
+        with self.cast():
+            loss = loss_of(self.loss_fn, module, batch)
+        if self.loop.accumulation_steps > 1:
+            loss = loss / self.loop.accumulation_steps
+        return self.scale(loss)
+
+
 class RecordedTraining:
     """Trains within a recorder's context and tells it what is what."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        *,
-        loop: Loop,
-        loss_fn: LossFunction = model_loss,
-        cast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
-    ) -> None:
-        self._recorder, self._loop, self._loss_fn = recorder, loop, loss_fn
-        self._cast, self._scale = cast, scale
+    def __init__(self, recorder: Recorder, forward: ForwardPass) -> None:
+        self._recorder, self._loop, self._forward = recorder, forward.loop, forward
 
     def run(self, trainee: Trainee, make_batch: Callable[[], Any]) -> None:
         """Names live as long as in a plain loop: a batch and its loss until the next ones take their place."""
@@ -156,11 +164,7 @@ class RecordedTraining:
                 with phase(Phase.SETUP, step):
                     batch = self._next(make_batch)
                 with phase(Phase.FORWARD, step):
-                    with self._cast():
-                        loss = loss_of(self._loss_fn, trainee.module, batch)
-                    if self._loop.accumulation_steps > 1:
-                        loss = loss / self._loop.accumulation_steps
-                    loss = self._scale(loss)
+                    loss = self._forward(trainee.module, batch)
                 with phase(Phase.BACKWARD, step):
                     trainee.backward(loss)
                 label_holdings(self._recorder, trainee)
