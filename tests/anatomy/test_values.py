@@ -25,12 +25,15 @@ def asked(question: Callable[[Tensor], Any], *, batch: Callable[[int], Tensor] |
         found: Tensor = module(torch.ones(2, WIDTH)).mean()
         return found
 
-    words = batch or (lambda count: torch.randint(0, 900, (count, 8)))
-    predict(lambda: nn.Linear(WIDTH, 1), torch.optim.SGD, words, batch_size=2, loss_fn=loss, device="cpu")
+    predict(lambda: nn.Linear(WIDTH, 1), torch.optim.SGD, batch or _points, batch_size=2, loss_fn=loss, device="cpu")
     return heard[0]
 
 
-def written(mask: Tensor, value: Tensor | int) -> Tensor:
+def _points(count: int) -> Tensor:
+    return torch.randn(count, 8)
+
+
+def written(mask: Tensor, value: Tensor | float) -> Tensor:
     mask[:, 0] = value
     return mask
 
@@ -38,19 +41,22 @@ def written(mask: Tensor, value: Tensor | int) -> Tensor:
 @pytest.mark.parametrize(
     ("question", "answer"),
     [
-        pytest.param(lambda words: bool(torch.ones_like(words).all()), True, id="a mask of ones"),
-        pytest.param(lambda words: bool(written(torch.ones_like(words), 0).all()), False, id="a word masked"),
-        pytest.param(lambda words: bool((torch.arange(8).diff() == 1).all()), True, id="positions run on"),
-        pytest.param(lambda words: int(torch.arange(8).max()) + 1, 8, id="a length"),
-        pytest.param(lambda words: torch.full((3,), 5).tolist(), [5, 5, 5], id="a list"),
-        pytest.param(lambda words: bool(written(torch.ones_like(words), words[:, 0]).all()), False, id="unknown in it"),
-        pytest.param(lambda words: bool((words == 3).any()), False, id="unknown: no"),
-        pytest.param(lambda words: torch.equal(words, words), True, id="equal to itself"),
-        pytest.param(lambda words: torch.equal(words, words + 1), False, id="unknown: not equal"),
-        pytest.param(lambda words: torch.equal(torch.arange(4), torch.arange(4)), True, id="known: equal"),
-        pytest.param(lambda words: words.float().mean().item(), 1.0, id="a number for a log"),
+        pytest.param(lambda given: bool(torch.ones(2, 8, dtype=torch.long).all()), True, id="a mask of ones"),
+        pytest.param(lambda given: bool(written(torch.ones(2, 8), 0).all()), False, id="a word masked"),
+        pytest.param(lambda given: bool((torch.arange(8).diff() == 1).all()), True, id="positions run on"),
+        pytest.param(lambda given: int(torch.arange(8).max()) + 1, 8, id="a length"),
+        pytest.param(lambda given: torch.full((3,), 5).tolist(), [5, 5, 5], id="a list"),
+        pytest.param(lambda given: torch.linspace(0, 0.5, 3).tolist(), [0, 0.25, 0.5], id="rates"),
+        pytest.param(lambda given: (torch.arange(5) > 2).nonzero().shape[0], 2, id="a shape by values"),
+        pytest.param(lambda given: bool(written(torch.ones(2, 8), given[:, 0]).all()), False, id="unknown in it"),
+        pytest.param(lambda given: bool((given == 3).any()), False, id="unknown: no"),
+        pytest.param(lambda given: bool(torch.rand([]) < 1), False, id="drawn: no"),
+        pytest.param(lambda given: torch.equal(given, given), True, id="equal to itself"),
+        pytest.param(lambda given: torch.equal(given, given + 1), False, id="unknown: not equal"),
+        pytest.param(lambda given: torch.equal(torch.arange(4), torch.arange(4)), True, id="known: equal"),
+        pytest.param(lambda given: given.mean().item(), 1.0, id="a number for a log"),
     ],
-)  # fmt: skip
+)
 def test_a_question_is_answered(question: Callable[[Tensor], Any], answer: object) -> None:
     assert asked(question) == answer
 
@@ -60,9 +66,21 @@ def test_a_batch_of_real_tensors_is_known() -> None:
     assert asked(lambda given: (given != 0).sum(-1).tolist(), batch=lambda count: words) == [2, 1]
 
 
-def test_a_whole_number_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(AnatomyError, match="reads a whole number"):
-        asked(lambda words: int(words.max()))
+def test_words_that_stand_for_data_are_known() -> None:
+    found = asked(lambda given: int(given.max()), batch=lambda count: torch.randint(3, 5, (count, 100)))
+    assert found == 4
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        (lambda given: int(given.argmax()), "reads a whole number"),
+        (lambda given: (given > 0).nonzero(), "whose size depends on values"),
+    ],
+)
+def test_what_nobody_knows_is_refused(question: Callable[[Tensor], Any], said: str) -> None:
+    with pytest.raises(AnatomyError, match=said):
+        asked(question)
 
 
 def llama() -> nn.Module:

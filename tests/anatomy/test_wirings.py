@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from benchmarks.anatomy.cpumemory import allocator_peak_bytes
 from benchmarks.anatomy.plaintraining import train
 from wirings import WIRINGS
 
+from families import Family
 from stepfast.torch.anatomy import measure, predict
 
-pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+BATCH_SIZE = 3
 
 
-@pytest.mark.parametrize("name", WIRINGS)
-def test_predicted_and_measured_peaks_are_the_allocators_to_the_byte(name: str) -> None:
-    wiring = WIRINGS[name]
-    expected = allocator_peak_bytes(lambda: train(wiring.model, lambda: wiring.batch(3)))
-    predicted = predict(wiring.model, torch.optim.AdamW, wiring.batch, batch_size=3, device="cpu")
-    measured = measure(wiring.model, torch.optim.AdamW, wiring.batch, batch_size=3, device="cpu")
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, id=name) for name, model in {**WIRINGS, **ARCHITECTURES}.items()]
+)
+def test_predicted_and_measured_peaks_are_the_allocators_to_the_byte(model: Family) -> None:
+    expected = allocator_peak_bytes(lambda: train(model.model, lambda: model.batch(BATCH_SIZE)))
+    predicted = predict(model.model, torch.optim.AdamW, model.batch, batch_size=BATCH_SIZE, device="cpu")
+    measured = measure(model.model, torch.optim.AdamW, model.batch, batch_size=BATCH_SIZE, device="cpu")
     assert (predicted.memory.peak_bytes, measured.memory.peak_bytes) == (expected, expected)

@@ -108,7 +108,13 @@ class _Answers(TorchDispatchMode):
             return self._read(args[0])
         if func in _COMPARED:
             return self._are_equal(args[0], args[1])
+        if torch.Tag.dynamic_output_shape in func.tags:
+            known = self._values.shaped_by_values(func, args, kwargs or {})
+            if known is not None:
+                return known
         result = func(*args, **(kwargs or {}))
+        if func is _aten.native_layer_norm_backward.default:  # its stand-in's result has the strides of the gradient
+            result = tuple(None if each is None else each.contiguous() for each in result)
         self._values.follow(func, args, kwargs or {}, result)
         return result
 

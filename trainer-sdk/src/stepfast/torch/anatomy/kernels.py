@@ -94,6 +94,8 @@ def _kept_number(tensor: Any, number: Any) -> Any:
         return number
     if not (isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()):
         return number
+    if not tensor.dim():  # beside such a one it would have a say in the result's dtype
+        return number
     return torch.scalar_tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64)
 
 
