@@ -7,6 +7,7 @@ the recorder does what autograd would have done.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ _aten = torch.ops.aten
 
 
 class Holders(NamedTuple):
-    """How many hold a tensor, and how many its storage."""
+    """How many hold a tensor, in C++ and in Python, and how many its storage."""
 
     of_tensor: int
+    of_object: int
     of_storage: int
 
 
@@ -64,4 +66,4 @@ def holders_of_a_buffer() -> Holders:
 
 def _holders(tensor: torch.Tensor) -> Holders:
     storage = tensor.untyped_storage()
-    return Holders(tensor._use_count(), torch._C._storage_Use_Count(storage._cdata))
+    return Holders(tensor._use_count(), sys.getrefcount(tensor), torch._C._storage_Use_Count(storage._cdata))

@@ -22,6 +22,7 @@ from stepfast.torch.anatomy.batches import BatchFunction, batch_of, tensors_in
 from stepfast.torch.anatomy.cudaworkspaces import CudaWorkspaces
 from stepfast.torch.anatomy.devices import Device, device_named
 from stepfast.torch.anatomy.fakes import check_places, fake_tensors, on_fakes, taken_for_real
+from stepfast.torch.anatomy.generators import states_seen
 from stepfast.torch.anatomy.kernels import Attention, CpuKernels, CudaKernels, in_force
 from stepfast.torch.anatomy.modules import ModulePath
 from stepfast.torch.anatomy.operations import Costs
@@ -43,7 +44,7 @@ from stepfast.torch.anatomy.setting import (
     prepared_model,
     prepared_optimizer,
 )
-from stepfast.torch.anatomy.timeline import Timeline
+from stepfast.torch.anatomy.timeline import Component, Timeline
 from stepfast.torch.anatomy.training import (
     ForwardPass,
     Loop,
@@ -143,6 +144,8 @@ def simulate(
         stack.enter_context(modules)
         stack.enter_context(recorder)
         stack.enter_context(in_force(_kernels(setting)))
+        if not setting.device.is_cuda:  # elsewhere they are the host's
+            stack.enter_context(states_seen(lambda state: recorder.adopt(Component.ACTIVATIONS, [state])))
         RecordedTraining(recorder, forward).run(trainee, partial(_on_cpu, make_batch))
         recorder.close()
         del trainee, model
