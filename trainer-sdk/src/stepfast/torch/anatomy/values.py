@@ -1,8 +1,8 @@
 """Values that a model or a step may ask for: those that follow from shapes.
 
 Masks and positions are made of ones, ranges and the words of a batch, and models ask about them: is any word masked, do
-positions run on? As they ask, when they are made, for the rate of each layer's dropout. Fake tensors
-have forgotten. So what is small and known is computed beside them.
+positions run on? When they are made they ask for the rate of each layer's dropout. Fake tensors have forgotten. So what
+is small and known is computed beside them.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class KnownValues:
         if func.namespace != "aten" or is_random or packet in _UNINITIALISED:
             return None
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func._schema.is_mutable and not all(isinstance(each, FakeTensor) for each in given):
+            return None  # into a tensor of the caller's nothing is written
         values = {id(each): _blank(each) if packet in _BY_SHAPE else self.of(each) for each in given}
         if any(value is None for value in values.values()):
             return None
@@ -91,7 +93,7 @@ class KnownValues:
         if not func._schema.is_mutable and func.namespace != "c10d":  # whose operations write without saying so
             return
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, FakeTensor) and leaf in self._values:
+            if isinstance(leaf, FakeTensor) and leaf.layout is torch.strided:
                 self._lost[leaf.untyped_storage()] = True
 
 
