@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +53,10 @@ def refused(anatomy: Anatomy, **changes: Any) -> str:
 def test_a_model_that_is_there_already_stays_as_it_is() -> None:
     mine = model().eval()
     before = deepcopy(mine.state_dict())
-    predicted = run(predict, model_fn=lambda: mine, precision="bf16", checkpointing=lambda each: each is mine[0])
+    predicted = run(
+        predict, model_fn=lambda: mine, batch_fn=lambda count: batch(count).bfloat16(), precision="bf16",
+        checkpointing=lambda each: each is mine[0],
+    )  # fmt: skip
     assert predicted.parameters == sum(each.numel() for each in mine.parameters())
     assert not mine.training
     assert type(mine[0]) is nn.Linear
@@ -163,3 +169,27 @@ def test_autocasts_cache_is_on_whoever_turned_it_off() -> None:
         assert not torch.is_autocast_cache_enabled()
     finally:
         torch.set_autocast_cache_enabled(True)
+
+
+def test_deepspeed_is_as_before_a_prediction_of_zero() -> None:
+    script = """
+import sys, torch, logging
+from test_given import run
+from stepfast.torch.anatomy import predict
+run(predict, parallel="zero2:2", device="a100-80gb")
+from deepspeed.accelerator import real_accelerator
+print(real_accelerator.ds_accelerator, logging.getLogger("DeepSpeed").level)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert ran.stdout.split()[-2] == "None"
+
+
+def test_what_multiplies_different_dtypes_is_refused() -> None:
+    assert "multiplies bfloat16 and float32" in refused(predict, precision="bf16", model_fn=lambda: nn.Linear(WIDTH, 1))

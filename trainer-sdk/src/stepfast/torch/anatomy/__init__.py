@@ -1,8 +1,8 @@
 """Where memory and time go in a training job: predicted without a device, or measured on one."""
 
+from stepfast.torch.anatomy.attention import Attention
 from stepfast.torch.anatomy.devices import DEVICES, Device
 from stepfast.torch.anatomy.html import html_report
-from stepfast.torch.anatomy.kernels import Attention
 from stepfast.torch.anatomy.live import measure
 from stepfast.torch.anatomy.meter import Meter
 from stepfast.torch.anatomy.parallel.plan import Parallel, Sharing

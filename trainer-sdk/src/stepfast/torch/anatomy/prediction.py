@@ -6,7 +6,8 @@ size takes seconds; weights are never in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from stepfast.torch.anatomy.allocator import Reservation, reserve
 from stepfast.torch.anatomy.assembly import assemble
+from stepfast.torch.anatomy.attention import Attention
 from stepfast.torch.anatomy.batches import BatchFunction, batch_of, tensors_in
-from stepfast.torch.anatomy.cudaworkspaces import CudaWorkspaces
+from stepfast.torch.anatomy.cudaworkspaces import CudaWorkspaces, unknown
 from stepfast.torch.anatomy.devices import Device, device_named
 from stepfast.torch.anatomy.fakes import check_places, fake_tensors, on_fakes, taken_for_real
 from stepfast.torch.anatomy.generators import states_seen
-from stepfast.torch.anatomy.kernels import Attention, CpuKernels, CudaKernels, in_force
+from stepfast.torch.anatomy.kernels import CpuKernels, CudaKernels, in_force
 from stepfast.torch.anatomy.modules import ModulePath
 from stepfast.torch.anatomy.operations import Costs
 from stepfast.torch.anatomy.parallel.plan import Parallel, Sharing, parallel_from
@@ -133,7 +135,8 @@ def simulate(
             mesh=mesh,
             label=recorder.label,
         )
-        trainee = rank.trainee(model, partial(_optimizer, optimizer_fn, setting), stack)
+        optimizers: list[torch.optim.Optimizer] = []
+        trainee = rank.trainee(model, partial(_optimizer, optimizer_fn, setting, optimizers), stack)
         modules.name(model)
         forward = ForwardPass(
             loop=setting.loop,
@@ -147,14 +150,17 @@ def simulate(
         if not setting.device.is_cuda:  # elsewhere they are the host's
             stack.enter_context(states_seen(lambda state: recorder.adopt(Component.ACTIVATIONS, [state])))
         RecordedTraining(recorder, forward).run(trainee, partial(_on_cpu, make_batch))
+        if setting.device.is_cuda:
+            recorder.leave_out(_counters(optimizers))
         recorder.close()
-        del trainee, model
+        del trainee, model, optimizers
     assembled = assemble(recorder, _workspaces(setting), costs.seconds_on(setting.device))
     return Run(
         assembled=assembled,
         reservation=_reservation(assembled.timeline, setting.device),
         costs=costs,
         facts=facts,
+        notes=unknown(recorder.calls, setting.device) if setting.device.is_cuda else (),
     )
 
 
@@ -182,19 +188,44 @@ def _reservation(timeline: Timeline, device: Device) -> Reservation | None:
     return reserve(timeline)
 
 
-def _optimizer(optimizer_fn: OptimizerFunction, setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
+def _counters(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """Of steps, one for each parameter: torch keeps them on the host, unless a kernel on the device reads them."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if not group.get("capturable") and not group.get("fused"):
+                steps = (optimizer.state.get(parameter, {}).get("step") for parameter in group["params"])
+                yield from (step for step in steps if isinstance(step, torch.Tensor))
+
+
+def _optimizer(
+    optimizer_fn: OptimizerFunction, setting: Setting, made: list[torch.optim.Optimizer], model: nn.Module
+) -> torch.optim.Optimizer:
     optimizer = prepared_optimizer(optimizer_fn, model)
-    for group in optimizer.param_groups:
-        # On a CUDA device this is what torch chooses by itself; its stand-ins are a CPU's tensors.
-        if setting.device.is_cuda and "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = setting.release.has_foreach
+    made.append(optimizer)
+    # On a CUDA device torch chooses so by itself, in the optimizers that ask; its stand-ins are a CPU's tensors.
+    if setting.device.is_cuda and _asks_the_device(optimizer):
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = setting.release.has_foreach
     return optimizer
+
+
+def _asks_the_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether "foreach" left open is for the device to decide: Adafactor takes it for no."""
+    ours = type(optimizer).__mro__
+    kinds = ours[: ours.index(torch.optim.Optimizer)]
+    return any(hasattr(sys.modules[kind.__module__], "_default_to_fused_or_foreach") for kind in kinds)
 
 
 def _kernels(setting: Setting) -> TorchFunctionMode:
     if not setting.device.is_cuda:
         return CpuKernels()
-    return CudaKernels(setting.attention, softmax_keeps_input=setting.release.softmax_keeps_input)
+    return CudaKernels(
+        setting.device.capability,
+        setting.attention,
+        softmax_keeps_input=setting.release.softmax_keeps_input,
+        fuses_rms_norm=setting.release.fuses_rms_norm,
+    )
 
 
 def _as_it_is(loss: torch.Tensor) -> torch.Tensor:

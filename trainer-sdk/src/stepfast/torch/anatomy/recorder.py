@@ -118,7 +118,8 @@ class Sightings:
 
 
 class Recorder(TorchDispatchMode):
-    """Within its context, all operations of this thread are recorded in `log`, `calls` and `blocks`.
+    """Within its context, all operations of this thread are recorded in `log`, `calls` and `blocks`. Blocks that are
+    `left_out` are no memory of the device.
 
     `sightings`: what is filled beside them where tensors are real.
     """
@@ -129,6 +130,7 @@ class Recorder(TorchDispatchMode):
         self.log: list[Entry] = []
         self.calls: list[Call] = []
         self.blocks: list[Block] = []
+        self.left_out: set[int] = set()
         self._modules = modules
         self._phase, self._step = Phase.SETUP, 0
         self._known = WeakIdKeyDictionary()  # UntypedStorage -> (block, weak reference)
@@ -178,6 +180,11 @@ class Recorder(TorchDispatchMode):
                     self._kept.add(block)
                     self.blocks[block].module = module or ""
                     self.log.append(Adopt(block))
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Of these nothing was recorded: they are the host's."""
+        known = (self._block(storage) for tensor in tensors for storage in _storages(tensor))
+        self.left_out.update(block for block in known if block is not None)
 
     def close(self) -> None:
         """Ends that come later are not recorded: what is still there stays there."""

@@ -52,6 +52,7 @@ def report_of(run: Run, setting: Setting, *, kind: str, title: str | None, batch
             samples_per_step=samples,
             is_bound=kind == "predicted" and device.is_cuda,
         ),
+        notes=run.notes,
         ranks=setting.parallel.world_size,
         replicas=setting.parallel.world_size if setting.parallel.sharing is Sharing.DDP else 1,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,9 +16,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy.allocator import Reservation
 from stepfast.torch.anatomy.assembly import Assembled
+from stepfast.torch.anatomy.attention import Attention
 from stepfast.torch.anatomy.devices import Device
 from stepfast.torch.anatomy.fakes import NO_LAZY_MODULES
-from stepfast.torch.anatomy.kernels import Attention
 from stepfast.torch.anatomy.operations import Costs
 from stepfast.torch.anatomy.parallel.plan import Parallel
 from stepfast.torch.anatomy.training import Loop, ModelFunction, OptimizerFunction
@@ -41,12 +41,15 @@ class Release:
     softmax_keeps_input: bool = False  # up to 1.10
     has_cublas_workspace: bool = True  # given to cuBLAS by torch, not taken by itself, since 1.11
     has_foreach: bool = True  # optimizers step all parameters at once on CUDA since 1.13
+    fuses_rms_norm: bool = True
 
 
 _OPTIONAL = inspect.Parameter("closure", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
 
 TODAY = Release()
-TORCH_1_10 = Release(keeps_gradients=True, softmax_keeps_input=True, has_cublas_workspace=False, has_foreach=False)
+TORCH_1_10 = Release(
+    keeps_gradients=True, softmax_keeps_input=True, has_cublas_workspace=False, has_foreach=False, fuses_rms_norm=False
+)
 
 Checkpointed = bool | Callable[[nn.Module], bool]
 
@@ -101,6 +104,7 @@ class Run:
     costs: Costs
     facts: Facts
     step_seconds: float | None = None
+    notes: Sequence[str] = ()  # what is to be known of the figures
 
 
 def prepared_model(model_fn: ModelFunction, setting: Setting) -> nn.Module:

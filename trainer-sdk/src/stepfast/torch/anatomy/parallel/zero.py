@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -98,6 +99,8 @@ def deepspeed_at_home() -> Iterator[Any]:
         raise AnatomyError("ZeRO's prediction runs DeepSpeed's own engine: pip install deepspeed")
     before = {name: os.environ.get(name) for name in _RANK}
     os.environ.update(_RANK)
+    is_new, log = "deepspeed" not in sys.modules, logging.getLogger("DeepSpeed")
+    level = log.level
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -105,9 +108,13 @@ def deepspeed_at_home() -> Iterator[Any]:
             backend = import_module("deepspeed.comm.torch")
             coordinator = import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
             agreement = import_module("deepspeed.runtime.zero.utils")
+            accelerator: Any = import_module("deepspeed.accelerator.real_accelerator")
 
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        if is_new:
+            accelerator.ds_accelerator = None  # who imports it next chooses by the machine
+        log.setLevel(logging.WARNING)
         with (
+            replaced(accelerator, "ds_accelerator", None),
             replaced(backend, "build_shm_op", lambda: None),
             replaced(coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
             replaced(agreement, "assert_ints_same_as_other_ranks", lambda ints: None),
@@ -121,6 +128,7 @@ def deepspeed_at_home() -> Iterator[Any]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        log.setLevel(level)
         _forget_world()
 
 
