@@ -66,6 +66,7 @@ def test_functions_are_predicted_for_a_device_of_a_size_of_ones_own(folder: Path
     report = json.loads(ran.stdout)
     assert report["memory"]["limit_bytes"] == 600 * 2**20
     assert f"largest batch that fits: {report['settings']['batch size']} samples" in ran.stderr
+    assert "1 samples a rank: fits\n" in ran.stderr
 
 
 def test_the_same_functions_are_measured(folder: Path) -> None:
@@ -76,6 +77,14 @@ def test_the_same_functions_are_measured(folder: Path) -> None:
     report = json.loads(measured.stdout)
     assert (report["kind"], predicted["kind"]) == ("measured", "predicted")
     assert report["memory"]["peak_bytes"] == predicted["memory"]["peak_bytes"]
+
+
+def test_pictures_come_in_the_models_dtype(folder: Path) -> None:
+    for command in ("predict", "measure"):
+        ran = stepfast(
+            folder, command, "--model", "resnet", "--precision", "bf16", "--device", "cpu", "--batch-size", "2"
+        )
+        assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 def test_one_rank_of_several_is_predicted(folder: Path) -> None:
@@ -90,15 +99,28 @@ def test_one_rank_of_several_is_predicted(folder: Path) -> None:
         (("--model", "nothing.json"), "no file, and no kind of model"),
         (("--model", "my_model:net"), "name one that makes a batch, too, with --batch"),
         (("--model", "config.json", "--device", "abacus"), "no device is known as 'abacus'; known: cpu, v100-16gb"),
-        (("--model", "config.json", "--memory", "lots"), "--memory lots: no size, as 24GiB"),
+        (("--model", "config.json", "--memory", "lots"), "--memory: lots is no size, as 24GiB"),
         (("--model", "config.json", "--precision", "int3"), "precision: 'int3' is none of fp32"),
         (("--model", "config.json", "--parallel", "tensor:8"), "parallel: 'tensor:8' is no KIND:RANKS"),
         (("--model", "config.json", "--optimizer", "magic"), "--optimizer magic: none of adamw"),
+        (("--model", "config.json", "--task", "magic"), "--task magic: none of"),
+        (("--model", "config.json", "--memory", "0"), "--memory: 0 is no size"),
+        (("--model", "config.json", "--clip-norm", "nan"), "--clip-norm: nan is no norm"),
+        (("--model", "config.json", "--clip-norm", "-1"), "--clip-norm: -1.0 is no norm"),
+        (("--model", "config.json", "--batch-size", "2", "--largest-batch"), "name one of them"),
+        (("--model", "config.json", "--name", "job"), "--name: is of the manifest that --annotate names"),
+        (("--model", "config.json", "--sequence-length", "1024"), "takes 512 at most"),
+        (("--model", "my_model:net", "--task", "causal-lm"), "--task and --sequence-length are for configurations"),
+        (("--model", "config.json", "--out", "config.json"), "--out: config.json exists already"),
+        (("--model", "config.json", "--html", "nowhere/page.html"), "--html: nowhere/page.html: there is no folder"),
+        (("--model", "config.json", "--annotate", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
     ],
 )
-def test_a_wrong_option_is_told_in_one_line(folder: Path, arguments: tuple[str, ...], says: str) -> None:
+def test_a_wrong_option_is_told_in_one_line_before_anything_runs(
+    folder: Path, arguments: tuple[str, ...], says: str
+) -> None:
     ran = stepfast(folder, "predict", *arguments)
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert says in ran.stderr
     assert "Traceback" not in ran.stderr
     assert ran.stdout == ""

@@ -141,6 +141,10 @@ class AnatomyError(StepfastError):
     """A training step cannot be predicted or measured as it is given; the message says what to change."""
 
 
+class AnatomyOptionError(AnatomyError):
+    """What was asked for is none of what there is, or does not go together."""
+
+
 class SpecError(StepfastError):
     """A manifest or an option is wrong. `field` is its path, as in `spec.trainer.numNodes`."""
 

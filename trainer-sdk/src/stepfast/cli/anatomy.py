@@ -31,6 +31,7 @@ def report(
 ) -> None:
     """Shows a report: as tables (default), as JSON, as a page for a browser."""
     with told():
+        check_targets(out=None, html=html, force=force)
         show(read_report(file), html=html, as_json=as_json, force=force)
 
 
@@ -54,6 +55,19 @@ def read_report(file: Path) -> Report:
         return from_json(text)
     except ValueError as error:
         raise SpecError("FILE", f"{file}: {error}") from error
+
+
+def check_targets(*, out: Path | None, html: Path | None, force: bool) -> None:
+    """Before anything takes time. Raises SpecError where `show` could not write a file."""
+    for option, target in (("--out", out), ("--html", html)):
+        if target is None:
+            continue
+        if target.is_dir():
+            raise SpecError(option, f"{target} is a folder: name a file in it")
+        if target.exists() and not force:
+            raise SpecError(option, f"{target} exists already: name another file, or replace it with --force")
+        if not target.absolute().parent.is_dir():
+            raise SpecError(option, f"{target}: there is no folder {target.absolute().parent}")
 
 
 def show(report: Report, *, html: Path | None, as_json: bool, force: bool, out: Path | None = None) -> None:

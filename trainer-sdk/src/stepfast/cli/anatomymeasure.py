@@ -22,6 +22,7 @@ from stepfast.cli.anatomypredict import (
     PrecisionName,
     SequenceLength,
     Task,
+    check_norm,
     functions_of,
 )
 from stepfast.cli.told import told
@@ -49,10 +50,14 @@ def measure(  # noqa: PLR0917 - typer calls it by keyword
     force: Force = False,
 ) -> None:
     """Measures memory and time of a training step here: runs a few."""
-    from stepfast.cli.anatomy import show
+    from stepfast.cli.anatomy import check_targets, show
 
     with told():
-        functions = functions_of(model, batch, loss, optimizer, task=task, sequence_length=sequence_length)
+        check_norm(clip_norm)
+        check_targets(out=out, html=html, force=force)
+        functions = functions_of(
+            model, batch, loss, optimizer, task=task, sequence_length=sequence_length, precision=precision
+        )
         from stepfast.torch.anatomy import measure as measured
 
         report = measured(

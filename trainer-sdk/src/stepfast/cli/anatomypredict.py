@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepfast.cli.manifestfile import annotate as write_annotation
+from stepfast.cli.manifestfile import check as check_manifest
 from stepfast.cli.told import told
-from stepfast.errors import AnatomyError
+from stepfast.errors import AnatomyError, AnatomyOptionError, SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,10 +100,20 @@ def predict(  # noqa: PLR0917 - typer calls it by keyword
     name: Annotated[str | None, typer.Option("--name", help="which TrainingJob of the manifest's several")] = None,
 ) -> None:
     """Predicts memory and time of a training step without a GPU, weights or data."""
-    from stepfast.cli.anatomy import show
+    from stepfast.cli.anatomy import check_targets, show
 
     with told():
-        functions = functions_of(model, batch, loss, optimizer, task=task, sequence_length=sequence_length)
+        check_norm(clip_norm)
+        if largest and batch_size is not None:
+            raise SpecError("--largest-batch", "searches for what --batch-size says: name one of them")
+        if name is not None and annotate is None:
+            raise SpecError("--name", "is of the manifest that --annotate names")
+        check_targets(out=out, html=html, force=force)
+        if annotate is not None:
+            check_manifest(annotate, name)
+        functions = functions_of(
+            model, batch, loss, optimizer, task=task, sequence_length=sequence_length, precision=precision
+        )
         from stepfast.torch.anatomy import predict as predicted
 
         def report_of(batch_size: int) -> Report:
@@ -130,6 +142,12 @@ def predict(  # noqa: PLR0917 - typer calls it by keyword
             typer.echo(f"{annotate}: {job} carries the prediction", err=True)
 
 
+def check_norm(clip_norm: float | None) -> None:
+    """Raises SpecError where gradients cannot be clipped to it."""
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise SpecError("--clip-norm", f"{clip_norm} is no norm: a number greater than 0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
     """What the options name, as `predict` and `measure` take it."""
@@ -142,18 +160,28 @@ class Functions:
 
 
 def functions_of(
-    model: str, batch: str | None, loss: str | None, optimizer: str, *, task: str | None, sequence_length: int | None
+    model: str,
+    batch: str | None,
+    loss: str | None,
+    optimizer: str,
+    *,
+    task: str | None,
+    sequence_length: int | None,
+    precision: str,
 ) -> Functions:
     """Imports them. Raises AnatomyError."""
     try:
+        import torch
+
         from stepfast.torch.anatomy.modelsource import imported, model_source, optimizer_source
         from stepfast.torch.anatomy.training import model_loss
     except ImportError as error:
         raise AnatomyError(f"it needs torch ({error}): pip install stepfast[torch,run]") from error
-    source = model_source(model, task=task, sequence_length=sequence_length)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    source = model_source(model, task=task, sequence_length=sequence_length, dtype=dtype)
     make_batch = imported(batch, "--batch") if batch is not None else source.batch
     if make_batch is None:
-        raise AnatomyError(f"--model {model} is a function: name one that makes a batch, too, with --batch")
+        raise AnatomyOptionError(f"--model {model} is a function: name one that makes a batch, too, with --batch")
     return Functions(
         title=source.name,
         model=source.model,
@@ -166,7 +194,10 @@ def functions_of(
 def _largest(report_of: Callable[[int], Report]) -> Report:
     from stepfast.torch.anatomy.fit import largest_batch
 
-    found = largest_batch(report_of)
+    def tell(batch_size: int, fits: bool) -> None:
+        typer.echo(f"{batch_size} samples a rank: {'fits' if fits else 'does not fit'}", err=True)
+
+    found = largest_batch(report_of, tell)
     if found.batch_size == 0:
         typer.echo("not even one sample fits; the report is of one sample", err=True)
     else:
@@ -183,8 +214,8 @@ def _device(name: str, memory: str | None) -> Device:
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise AnatomyError(f"--memory {text}: no size, as 24GiB")
+    if match is None or not float(match[1]):
+        raise SpecError("--memory", f"{text} is no size, as 24GiB")
     unit = (match[2] or "").lower()
     base = 1024 if unit.endswith("i") else 1000
     return int(float(match[1]) * base ** " kmgt".index(unit[:1] or " "))

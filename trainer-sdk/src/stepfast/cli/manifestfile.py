@@ -28,11 +28,7 @@ def annotate(path: Path, footprint: Footprint, name: str | None = None) -> str:
     file's only one. Returns the job's name. Raises SpecError, StorageError; then the file is as it was.
     """
     text = _read(path)
-    try:
-        documents = list(yaml.safe_load_all(text))
-        roots = list(yaml.compose_all(text, yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise SpecError(str(path), f"is not YAML: {error}") from error
+    documents, roots = _parsed(path, text)
     index = _chosen(path, documents, name)
     annotations = documents[index]["metadata"].get("annotations")
     if annotations is not None and not isinstance(annotations, dict):
@@ -43,6 +39,20 @@ def annotate(path: Path, footprint: Footprint, name: str | None = None) -> str:
         temp.write_bytes(changed.encode())
         shutil.copymode(path, temp)
     return str(documents[index]["metadata"]["name"])
+
+
+def check(path: Path, name: str | None = None) -> None:
+    """Raises SpecError where `annotate` would not find the TrainingJob."""
+    documents, _ = _parsed(path, _read(path))
+    _chosen(path, documents, name)
+
+
+def _parsed(path: Path, text: str) -> tuple[list[Any], list[yaml.Node]]:
+    """The documents, as values and as YAML's nodes, which know their places."""
+    try:
+        return list(yaml.safe_load_all(text)), list(yaml.compose_all(text, yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise SpecError(str(path), f"is not YAML: {error}") from error
 
 
 def _read(path: Path) -> str:

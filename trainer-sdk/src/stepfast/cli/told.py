@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import typer
 
-from stepfast.errors import CheckpointNotFound, SpecError, StepfastError
+from stepfast.errors import AnatomyOptionError, CheckpointNotFound, SpecError, StepfastError
 
 
 @contextmanager
@@ -17,5 +17,5 @@ def told() -> Iterator[None]:
         yield
     except StepfastError as error:
         typer.echo(f"stepfast: {error}", err=True)
-        is_asked_wrong = isinstance(error, SpecError | CheckpointNotFound)
+        is_asked_wrong = isinstance(error, SpecError | AnatomyOptionError | CheckpointNotFound)
         raise typer.Exit(2 if is_asked_wrong else 1) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from stepfast.errors import AnatomyError
+from stepfast.errors import AnatomyOptionError
 from stepfast.gpumodels import MODELS, is_like, model_called
 
 _MIB = 1 << 20
@@ -84,7 +84,7 @@ def device_named(name: str) -> Device:
     """The device of this name. Raises AnatomyError, with the names that there are."""
     found = DEVICES.get(name.lower())
     if found is None:
-        raise AnatomyError(f"no device is known as {name!r}; known: {', '.join(DEVICES)}")
+        raise AnatomyOptionError(f"no device is known as {name!r}; known: {', '.join(DEVICES)}")
     return found
 
 

@@ -25,10 +25,13 @@ class LargestBatch:
         return self.reports[self.batch_size or 1]
 
 
-def largest_batch(report_of: Callable[[int], Report]) -> LargestBatch:
+def largest_batch(
+    report_of: Callable[[int], Report], on_try: Callable[[int, bool], object] = lambda batch_size, fits: None
+) -> LargestBatch:
     """Searches with few predictions: memory is close to a straight line in the batch size, so the line is asked first.
 
-    `report_of(batch_size)` predicts for a device with a known limit. Raises AnatomyError where there is none.
+    `report_of(batch_size)` predicts for a device with a known limit. `on_try` hears of each size, and whether it fits.
+    Raises AnatomyError where there is no limit.
     """
     reports: dict[int, Report] = {}
 
@@ -37,6 +40,7 @@ def largest_batch(report_of: Callable[[int], Report]) -> LargestBatch:
         answer = reports[batch_size].memory.fits
         if answer is None:
             raise AnatomyError(f"{reports[batch_size].device} has no known memory: say how much it has")
+        on_try(batch_size, answer)
         return answer
 
     if not fits(1):

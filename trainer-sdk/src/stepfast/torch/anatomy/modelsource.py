@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stepfast.errors import AnatomyError
+from stepfast.errors import AnatomyOptionError
 from stepfast.torch.anatomy.batches import BatchFunction
 from stepfast.torch.anatomy.training import ModelFunction, OptimizerFunction
 
@@ -40,16 +40,26 @@ class ModelSource:
     batch: BatchFunction | None
 
 
-def model_source(text: str, *, task: str | None = None, sequence_length: int | None = None) -> ModelSource:
+def model_source(
+    text: str,
+    *,
+    task: str | None = None,
+    sequence_length: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> ModelSource:
     """From `package.module:factory`, or a configuration of Transformers: a config.json, its folder, or as `gpt2`.
 
     `task`: which head a configuration gets (default: the architecture that it names, else what its kind is trained
-    for). `sequence_length`: tokens of a batch's sequences. Raises AnatomyError.
+    for). `sequence_length`: tokens of a batch's sequences. `dtype`: of a batch's pictures. Raises AnatomyOptionError.
     """
     if ":" in text and not Path(text).exists():
+        if task is not None or sequence_length is not None:
+            raise AnatomyOptionError(
+                f"--model {text}: --task and --sequence-length are for configurations"
+            )
         return ModelSource(name=text.partition(":")[2], model=imported(text, "--model"), batch=None)
     if find_spec("transformers") is None:
-        raise AnatomyError(
+        raise AnatomyOptionError(
             f"--model {text}: a configuration needs Transformers: pip install transformers. Or name a function that "
             "makes the model, as package.module:function"
         )
@@ -58,29 +68,29 @@ def model_source(text: str, *, task: str | None = None, sequence_length: int | N
     return ModelSource(
         name=Path(text).stem if Path(text).is_file() else Path(text).name,
         model=make,
-        batch=_batch(configuration, make, sequence_length),
+        batch=_batch(configuration, make, sequence_length, dtype),
     )
 
 
 def imported(text: str, option: str) -> Callable[..., Any]:
-    """The function that `package.module:name` names; modules of the current folder count. Raises AnatomyError."""
+    """The function that `package.module:name` names; modules of the current folder count. Raises AnatomyOptionError."""
     module_name, _, name = text.partition(":")
     if not module_name or not name:
-        raise AnatomyError(f"{option} {text}: not of the form package.module:function")
+        raise AnatomyOptionError(f"{option} {text}: not of the form package.module:function")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         found = import_module(module_name)
     except ImportError as error:
-        raise AnatomyError(f"{option} {text}: {module_name} cannot be imported: {error}") from error
+        raise AnatomyOptionError(f"{option} {text}: {module_name} cannot be imported: {error}") from error
     for part in name.split("."):
         try:
             found = getattr(found, part)
         except AttributeError as error:
-            raise AnatomyError(f"{option} {text}: {module_name} has no {name}") from error
+            raise AnatomyOptionError(f"{option} {text}: {module_name} has no {name}") from error
     if not callable(found):
-        raise AnatomyError(f"{option} {text}: that is a {type(found).__name__}, no function")
+        raise AnatomyOptionError(f"{option} {text}: that is a {type(found).__name__}, no function")
     return found
 
 
@@ -97,13 +107,13 @@ def optimizer_source(text: str) -> OptimizerFunction:
     if text in known:
         return known[text]
     if ":" not in text:
-        raise AnatomyError(f"--optimizer {text}: none of {', '.join(known)}, nor package.module:function")
+        raise AnatomyOptionError(f"--optimizer {text}: none of {', '.join(known)}, nor package.module:function")
     return imported(text, "--optimizer")
 
 
 def _adamw8bit(parameters: Any) -> torch.optim.Optimizer:
     if find_spec("bitsandbytes") is None:
-        raise AnatomyError("--optimizer adamw8bit is that of bitsandbytes: pip install bitsandbytes")
+        raise AnatomyOptionError("--optimizer adamw8bit is that of bitsandbytes: pip install bitsandbytes")
     optimizer: torch.optim.Optimizer = import_module("bitsandbytes").optim.AdamW8bit(parameters)
     return optimizer
 
@@ -118,9 +128,11 @@ def _configuration(text: str) -> Any:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise AnatomyError(f"--model {text}: {path} is no configuration: {error}") from error
+            raise AnatomyOptionError(f"--model {text}: {path} is no configuration: {error}") from error
         if not isinstance(values, Mapping) or "model_type" not in values:
-            raise AnatomyError(f"--model {text}: {path} has no model_type, so it is no configuration of Transformers")
+            raise AnatomyOptionError(
+                f"--model {text}: {path} has no model_type, so it is no configuration of Transformers"
+            )
         values = dict(values)
         kind = values.pop("model_type")
     else:
@@ -128,7 +140,7 @@ def _configuration(text: str) -> Any:
     try:
         configuration = AutoConfig.for_model(kind, **values)
     except ValueError as error:
-        raise AnatomyError(
+        raise AnatomyOptionError(
             f"--model {text}: no file, and no kind of model that Transformers knows (as bert, gpt2, vit, t5). Names of "
             "the hub would have to be downloaded: save the configuration and name its file"
         ) from error
@@ -142,33 +154,38 @@ def _maker(configuration: Any, task: str | None) -> ModelFunction:
     import transformers
 
     if task is not None and task not in _TASKS:
-        raise AnatomyError(f"--task {task}: none of {', '.join(_TASKS)}")
+        raise AnatomyOptionError(f"--task {task}: none of {', '.join(_TASKS)}")
     named = None if task else next(iter(configuration.architectures or ()), None)
     if named is not None:
         architecture = getattr(transformers, named, None)
         if architecture is None:
-            raise AnatomyError(f"the configuration is of {named}, which this release of Transformers does not know")
+            raise AnatomyOptionError(
+                f"the configuration is of {named}, which this release of Transformers does not know"
+            )
         return lambda: architecture(configuration)
     mappings = ((name, getattr(transformers, auto)) for name, auto in _TASKS.items())
     for name, auto in mappings:
         if task in (None, name) and type(configuration) in auto._model_mapping:
             return lambda auto=auto: auto.from_config(configuration)  # type: ignore[misc] # it binds the loop's
-    raise AnatomyError(
+    raise AnatomyOptionError(
         f"no head for {task or 'training'} is known for {configuration.model_type}: say another --task "
         f"({', '.join(_TASKS)}), or name functions with --model and --batch"
     )
 
 
-def _batch(configuration: Any, make: ModelFunction, sequence_length: int | None) -> BatchFunction:
+def _batch(configuration: Any, make: ModelFunction, sequence_length: int | None, dtype: torch.dtype) -> BatchFunction:
     """What a model of Transformers is trained on, by what it takes and what it is for."""
     with torch.device("meta"):
         model = make()
     kind = type(model).__name__
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":
-        return _pictures(configuration)
+        return _pictures(configuration, dtype)
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
-        raise AnatomyError(f"{kind} takes {model.main_input_name}: say what a batch is with --batch")
-    length = sequence_length or min(_SEQUENCE_LENGTH, _longest(configuration) or _SEQUENCE_LENGTH)
+        raise AnatomyOptionError(f"{kind} takes {model.main_input_name}: say what a batch is with --batch")
+    longest = _longest(configuration)
+    if sequence_length is not None and longest is not None and sequence_length > longest:
+        raise AnatomyOptionError(f"--sequence-length {sequence_length}: {kind} takes {longest} at most")
+    length = sequence_length or min(_SEQUENCE_LENGTH, longest or _SEQUENCE_LENGTH)
     words = configuration.get_text_config().vocab_size
 
     def batch(batch_size: int) -> dict[str, torch.Tensor]:
@@ -188,14 +205,14 @@ def _longest(configuration: Any) -> int | None:
     return None
 
 
-def _pictures(configuration: Any) -> BatchFunction:
+def _pictures(configuration: Any, dtype: torch.dtype) -> BatchFunction:
     side = getattr(configuration, "image_size", None) or 224
     height, width = (side, side) if isinstance(side, int) else side
     channels = getattr(configuration, "num_channels", 3)
 
     def batch(batch_size: int) -> dict[str, torch.Tensor]:
         return {
-            "pixel_values": torch.randn(batch_size, channels, height, width),
+            "pixel_values": torch.randn(batch_size, channels, height, width, dtype=dtype),
             "labels": torch.randint(0, configuration.num_labels, (batch_size,)),
         }
 

@@ -197,7 +197,8 @@ def _decoded(hint: Any, value: Any, place: str) -> Any:
         return {name: _decoded(arguments[1], each, f"{place}.{name}") for name, each in value.items()}
     if hint is float and type(value) in {int, float} and math.isfinite(value):
         return float(value)
-    if type(value) is hint and hint is not float:
+    is_size = place.endswith("_bytes") and hint is int
+    if type(value) is hint and hint is not float and not (is_size and value < 0):
         return value
     raise ValueError(f"no anatomy report: {place.removeprefix('.')} is not what it should be")
 

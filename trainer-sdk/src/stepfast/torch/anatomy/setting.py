@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from stepfast.errors import AnatomyError
+from stepfast.errors import AnatomyError, AnatomyOptionError
 from stepfast.torch.anatomy.allocator import Reservation
 from stepfast.torch.anatomy.assembly import Assembled
 from stepfast.torch.anatomy.attention import Attention
@@ -128,8 +128,8 @@ def prepared_model(model_fn: ModelFunction, setting: Setting) -> nn.Module:
         enable = getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
             raise AnatomyError(
-                f"{type(model).__name__} does not say which of its modules are recomputed: pass "
-                "checkpointing=lambda module: isinstance(module, …)"
+                f"{type(model).__name__} does not say what is recomputed of it, as models of Transformers do: "
+                "in Python checkpointing takes a function of a module that says so"
             )
         enable()
     return model
@@ -164,4 +164,4 @@ def choice(kind: type[StrEnum], value: str, name: str) -> Any:
     try:
         return kind(value)
     except ValueError:
-        raise AnatomyError(f"{name}: {value!r} is none of {', '.join(kind)}") from None
+        raise AnatomyOptionError(f"{name}: {value!r} is none of {', '.join(kind)}") from None

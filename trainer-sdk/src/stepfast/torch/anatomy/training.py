@@ -53,10 +53,16 @@ def model_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise AnatomyError(
-            f"{type(model).__name__} returns no loss (a {type(output).__name__}): give the batch its labels, or pass "
-            "loss_fn=lambda model, batch: …"
+            f"{type(model).__name__} returns no loss ({_kind(output)}): give the batch its labels, or say how "
+            "the loss is computed, with loss_fn (--loss)"
         )
     return loss
+
+
+def _kind(output: Any) -> str:
+    if isinstance(output, torch.Tensor):
+        return f"a tensor of {tuple(output.shape)}"
+    return f"a {type(output).__name__}"
 
 
 def loss_of(loss_fn: LossFunction, module: nn.Module, batch: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from stepfast.errors import AnatomyError
+from stepfast.errors import AnatomyOptionError
 
 
 class Sharing(StrEnum):
@@ -45,7 +45,7 @@ class Parallel:
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
-            raise AnatomyError(f"parallel: {self.world_size} ranks; at least 1 is needed")
+            raise AnatomyOptionError(f"parallel: {self.world_size} ranks; at least 1 is needed")
 
     def __str__(self) -> str:
         return "one rank" if self.sharing is Sharing.NONE else f"{self.sharing}, {self.world_size} ranks"
@@ -58,5 +58,5 @@ def parallel_from(text: str) -> Parallel:
         return Parallel()
     kinds = [kind.value for kind in Sharing if kind is not Sharing.NONE]
     if match is None or match[1] not in kinds:
-        raise AnatomyError(f"parallel: {text!r} is no KIND:RANKS, as fsdp2:8, with KIND one of {', '.join(kinds)}")
+        raise AnatomyOptionError(f"parallel: {text!r} is no KIND:RANKS, as fsdp2:8; kinds: {', '.join(kinds)}")
     return Parallel(sharing=Sharing(match[1]), world_size=int(match[2]))
