@@ -10,7 +10,7 @@ from stepfast.torch.anatomy.report import MemoryReport, ModuleMemory, TimeReport
 MIB = 1 << 20
 
 SMALL_GPU = Device(
-    name="small-gpu", is_cuda=True, memory_bytes=9 * MIB, context_bytes=1 * MIB, fp32_flops=1e12,
+    name="small-gpu", is_cuda=True, memory_bytes=6 * MIB, context_bytes=1 * MIB, fp32_flops=1e12,
     half_flops=8e12, bandwidth=1e11,
 )  # fmt: skip
 

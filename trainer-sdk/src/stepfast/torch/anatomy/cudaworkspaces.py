@@ -53,7 +53,7 @@ class CudaWorkspaces:
         return [self._device.cublas_workspace_bytes]
 
 
-def unknown(calls: Iterable[Call], device: Device) -> list[str]:
+def unknown(calls: Iterable[Call], device: Device) -> tuple[str, ...]:
     """What runs on the device in ways that are not known here, in words."""
     packets = {call.signature.operator.overloadpacket for call in calls}
     notes: list[str] = []
@@ -63,7 +63,7 @@ def unknown(calls: Iterable[Call], device: Device) -> list[str]:
         notes.append("recurrent layers run as cuDNN's on the device: their memory is what the CPU's kernel takes")
     if device.capability >= CUDNN_FIRST and _aten._scaled_dot_product_flash_attention in packets:
         notes.append("attention may run as cuDNN's on the device: its memory is what flash takes")
-    return notes
+    return tuple(notes)
 
 
 def _pieces(

@@ -54,9 +54,7 @@ def model_source(
     """
     if ":" in text and not Path(text).exists():
         if task is not None or sequence_length is not None:
-            raise AnatomyOptionError(
-                f"--model {text}: --task and --sequence-length are for configurations"
-            )
+            raise AnatomyOptionError(f"--model {text}: --task and --sequence-length are for configurations")
         return ModelSource(name=text.partition(":")[2], model=imported(text, "--model"), batch=None)
     if find_spec("transformers") is None:
         raise AnatomyOptionError(
