@@ -73,7 +73,8 @@ def test_public_names_are_these() -> None:
     assert errors == {
         "StepfastError", "CheckpointError", "CheckpointNotFound", "CheckpointDamaged", "CheckpointUnsafe",
         "CheckpointMismatch", "StateUnsupported", "StorageError", "ObjectNotFound", "StorageForbidden", "StorageFull",
-        "StorageUnavailable", "AgentError", "ProtocolError", "ProtocolMismatch", "AgentUnavailable", "AnatomyError", "AnatomyOptionError",
+        "StorageUnavailable", "AgentError", "ProtocolError", "ProtocolMismatch", "AgentUnavailable", "AnatomyError",
+        "AnatomyOptionError",
         "MemoryBudgetTooSmall", "GangError", "SpecError", "UploadLost", "StepOutOfOrder", "CheckpointerOpen",
         "ObjectsUndefined",
     }  # fmt: skip
