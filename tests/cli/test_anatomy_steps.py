@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+from typer.testing import CliRunner, Result
 
+from stepfast.cli import anatomy
 from stepfast.footprint import ANNOTATION, footprint_from_json
 
+Call = Callable[..., Result]
 CONFIG = {
     "model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128,
     "vocab_size": 1000,
@@ -27,6 +32,18 @@ def batch(count):
 
 def loss(model, batch):
     return model(batch).sum()
+
+def no_net():
+    raise ValueError("no such size")
+
+def no_batch(count):
+    return [][count]
+
+def wrong_loss(model, batch):
+    return model(batch[:, :3]).sum()
+
+def no_optimizer(parameters):
+    raise KeyError("rate")
 """
 
 
@@ -35,6 +52,18 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     (tmp_path / "my_model.py").write_text(MODULE, encoding="utf-8")
     return tmp_path
+
+
+@pytest.fixture
+def call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+    """The command in this process, which has torch already; modules of the folder are forgotten again."""
+    app = typer.Typer()
+    anatomy.register(app)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    yield lambda *arguments: CliRunner().invoke(app, ["anatomy", *arguments])
+    for name in ("my_model", "broken"):
+        sys.modules.pop(name, None)
 
 
 def stepfast(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -124,6 +153,32 @@ def test_a_wrong_option_is_told_in_one_line_before_anything_runs(
     assert says in ran.stderr
     assert "Traceback" not in ran.stderr
     assert ran.stdout == ""
+
+
+FUNCTIONS = ("--model", "my_model:net", "--batch", "my_model:batch", "--loss", "my_model:loss")
+
+
+@pytest.mark.parametrize("command", ["predict", "measure"])
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        (("--model", "my_model:no_net"), "ValueError: no such size"),
+        (("--batch", "my_model:no_batch"), "IndexError: list index out of range"),
+        (("--loss", "my_model:wrong_loss"), "RuntimeError: "),
+        (("--optimizer", "my_model:no_optimizer"), "KeyError: 'rate'"),
+        (("--model", "broken:net"), "RuntimeError: at import"),
+    ],
+)
+def test_what_a_named_function_raises_is_told_with_its_option_and_its_line(
+    folder: Path, call: Call, command: str, named: tuple[str, str], says: str
+) -> None:
+    (folder / "broken.py").write_text('raise RuntimeError("at import")', encoding="utf-8")
+    ran = call(command, *FUNCTIONS, *named, "--device", "cpu")
+    assert ran.exit_code == 1
+    assert ran.stderr.startswith(f"stepfast: {' '.join(named)} raised {says}")
+    assert f'{named[1].partition(":")[0]}.py", line' in ran.stderr
+    assert "site-packages" not in ran.stderr
+    assert len(ran.stderr.splitlines()) < 12
 
 
 def test_a_file_is_not_replaced_unless_that_is_asked_for(folder: Path) -> None:

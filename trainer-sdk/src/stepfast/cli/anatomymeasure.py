@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from stepfast.cli.anatomyfunctions import functions_of
 from stepfast.cli.anatomypredict import (
     AccumulationSteps,
     AsJson,
@@ -23,7 +24,6 @@ from stepfast.cli.anatomypredict import (
     SequenceLength,
     Task,
     check_norm,
-    functions_of,
 )
 from stepfast.cli.told import told
 
@@ -56,22 +56,24 @@ def measure(  # noqa: PLR0917 - typer calls it by keyword
         check_norm(clip_norm)
         check_targets(out=out, html=html, force=force)
         functions = functions_of(
-            model, batch, loss, optimizer, task=task, sequence_length=sequence_length, precision=precision
-        )
+            model, batch, loss, optimizer,
+            task=task, sequence_length=sequence_length, precision=precision, checkpointing=checkpointing,
+        )  # fmt: skip
         from stepfast.torch.anatomy import measure as measured
 
-        report = measured(
-            functions.model,
-            functions.optimizer,
-            functions.batch,
-            loss_fn=functions.loss,
-            batch_size=batch_size or 1,
-            device=device,
-            precision=precision,
-            checkpointing=checkpointing,
-            accumulation_steps=accumulation_steps,
-            clip_norm=clip_norm,
-            steps=steps,
-            title=functions.title,
-        )
+        with functions.watch.telling():
+            report = measured(
+                functions.model,
+                functions.optimizer,
+                functions.batch,
+                loss_fn=functions.loss,
+                batch_size=batch_size or 1,
+                device=device,
+                precision=precision,
+                checkpointing=checkpointing,
+                accumulation_steps=accumulation_steps,
+                clip_norm=clip_norm,
+                steps=steps,
+                title=functions.title,
+            )
         show(report, out=out, html=html, as_json=as_json, force=force)
