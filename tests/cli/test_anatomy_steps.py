@@ -45,6 +45,7 @@ def wrong_loss(model, batch):
 def no_optimizer(parameters):
     raise KeyError("rate")
 """
+FUNCTIONS = ("--model", "my_model:net", "--batch", "my_model:batch", "--loss", "my_model:loss")
 
 
 @pytest.fixture
@@ -95,7 +96,8 @@ def test_functions_are_predicted_for_a_device_of_a_size_of_ones_own(folder: Path
     report = json.loads(ran.stdout)
     assert report["memory"]["limit_bytes"] == 600 * 2**20
     assert f"largest batch that fits: {report['settings']['batch size']} samples" in ran.stderr
-    assert "1 samples a rank: fits\n" in ran.stderr
+    assert ran.stderr.startswith("1 sample a rank: fits\n2 samples a rank: ")
+    assert " samples a rank: does not fit\n" in ran.stderr
 
 
 def test_the_same_functions_are_measured(folder: Path) -> None:
@@ -143,19 +145,46 @@ def test_one_rank_of_several_is_predicted(folder: Path) -> None:
         (("--model", "config.json", "--out", "config.json"), "--out: config.json exists already"),
         (("--model", "config.json", "--html", "nowhere/page.html"), "--html: nowhere/page.html: there is no folder"),
         (("--model", "config.json", "--annotate", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
+        (("--model", "config.json", "--memory", "-5GiB"), "--memory: -5GiB is no size"),
+        (("--model", "config.json", "--attention", "magic"), "attention: 'magic' is none of"),
+        (("--model", "config.json", "--out", "page", "--html", "page"), "--html: page is the file of --out, too"),
+        (("--model", "config.json", "--device", "cpu", "--largest-batch"), "say with --memory how much it has"),
+        (("--model", "vit", "--sequence-length", "8"), "ViTForImageClassification takes pictures, no sequences"),
+        (("--model", "config.json", "--batch", "my_model:batch", "--sequence-length", "8"), "--batch makes others"),
+        ((*FUNCTIONS, "--checkpointing"), "--checkpointing: Linear: only models of Transformers"),
+        (
+            ("--model", "resnet", "--checkpointing"),
+            "--checkpointing: ResNetForImageClassification: Transformers cannot",
+        ),
     ],
 )
 def test_a_wrong_option_is_told_in_one_line_before_anything_runs(
-    folder: Path, arguments: tuple[str, ...], says: str
+    call: Call, arguments: tuple[str, ...], says: str
 ) -> None:
-    ran = stepfast(folder, "predict", *arguments)
-    assert ran.returncode == 2
+    ran = call("predict", *arguments)
+    assert ran.exit_code == 2
     assert says in ran.stderr
     assert "Traceback" not in ran.stderr
     assert ran.stdout == ""
 
 
-FUNCTIONS = ("--model", "my_model:net", "--batch", "my_model:batch", "--loss", "my_model:loss")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--device", "abacus"), "--device: 'abacus' is none of torch's"),
+        (("--device", "meta"), "--device: meta cannot be measured"),
+        (("--device", "cuda:99"), "--device: there is no cuda:99 here"),
+        (("--clip-norm", "-1"), "--clip-norm: -1.0 is no norm"),
+        (("--precision", "fp8"), "precision: 'fp8' is none of"),
+        (("--device", "cpu", "--checkpointing"), "--checkpointing: Linear: only models of Transformers"),
+    ],
+)
+def test_a_wrong_option_of_measure_is_told_in_one_line(call: Call, arguments: tuple[str, ...], says: str) -> None:
+    ran = call("measure", *FUNCTIONS, *arguments)
+    assert ran.exit_code == 2
+    assert says in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+    assert ran.stdout == ""
 
 
 @pytest.mark.parametrize("command", ["predict", "measure"])

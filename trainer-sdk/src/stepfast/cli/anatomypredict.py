@@ -110,6 +110,9 @@ def predict(  # noqa: PLR0917 - typer calls it by keyword
         check_targets(out=out, html=html, force=force)
         if annotate is not None:
             check_manifest(annotate, name)
+        target = _device(device, memory)
+        if largest and target.memory_bytes is None:
+            raise SpecError("--largest-batch", f"{device} has no known memory: say with --memory how much it has")
         functions = functions_of(
             model, batch, loss, optimizer,
             task=task, sequence_length=sequence_length, precision=precision, checkpointing=checkpointing,
@@ -123,7 +126,7 @@ def predict(  # noqa: PLR0917 - typer calls it by keyword
                 functions.batch,
                 loss_fn=functions.loss,
                 batch_size=batch_size,
-                device=_device(device, memory),
+                device=target,
                 precision=precision,
                 parallel=parallel,
                 attention=attention,
@@ -153,14 +156,18 @@ def _largest(report_of: Callable[[int], Report]) -> Report:
     from stepfast.torch.anatomy.fit import largest_batch
 
     def tell(batch_size: int, fits: bool) -> None:
-        typer.echo(f"{batch_size} samples a rank: {'fits' if fits else 'does not fit'}", err=True)
+        typer.echo(f"{_samples(batch_size)} a rank: {'fits' if fits else 'does not fit'}", err=True)
 
     found = largest_batch(report_of, tell)
     if found.batch_size == 0:
         typer.echo("not even one sample fits; the report is of one sample", err=True)
     else:
-        typer.echo(f"largest batch that fits: {found.batch_size} samples a rank", err=True)
+        typer.echo(f"largest batch that fits: {_samples(found.batch_size)} a rank", err=True)
     return found.report
+
+
+def _samples(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
 
 
 def _device(name: str, memory: str | None) -> Device:
