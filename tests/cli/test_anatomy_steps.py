@@ -33,6 +33,9 @@ def batch(count):
 def loss(model, batch):
     return model(batch).sum()
 
+def net_of(parameters):
+    return net()
+
 def no_net():
     raise ValueError("no such size")
 
@@ -41,6 +44,12 @@ def no_batch(count):
 
 def wrong_loss(model, batch):
     return model(batch[:, :3]).sum()
+
+def batch_of_one():
+    return torch.randn(1, 512)
+
+def losses(model, batch):
+    return model(batch)
 
 def no_optimizer(parameters):
     raise KeyError("rate")
@@ -208,6 +217,28 @@ def test_what_a_named_function_raises_is_told_with_its_option_and_its_line(
     assert f'{named[1].partition(":")[0]}.py", line' in ran.stderr
     assert "site-packages" not in ran.stderr
     assert len(ran.stderr.splitlines()) < 12
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        (("--batch", "my_model:batch_of_one"), "--batch takes no argument, so it cannot follow --batch-size"),
+        (("--loss", "my_model:losses"), "--loss returned a tensor of (1, 512), not one number"),
+        (("--model", "builtins:dict"), "--model returned a dict, not a torch.nn.Module"),
+        (("--optimizer", "my_model:net_of"), "--optimizer returned a Linear, not a torch.optim.Optimizer"),
+        (("--precision", "fp8"), "--precision: 'fp8' is none of"),
+    ],
+)
+def test_messages_name_options_and_no_parameters(call: Call, named: tuple[str, str], says: str) -> None:
+    ran = call("predict", *FUNCTIONS, *named)
+    assert ran.stderr.startswith(f"stepfast: {says}")
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def test_a_model_without_a_loss_is_told_of_the_option(call: Call) -> None:
+    ran = call("predict", "--model", "my_model:net", "--batch", "my_model:batch", "--batch-size", "3")
+    assert ran.exit_code == 1
+    assert ran.stderr.endswith("or say how the loss is computed, with --loss\n")
 
 
 def test_a_file_is_not_replaced_unless_that_is_asked_for(folder: Path) -> None:

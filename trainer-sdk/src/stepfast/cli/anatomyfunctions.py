@@ -6,6 +6,7 @@ Owned here: what a user's own function raises is told as that, with the option t
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _FRAMES = 3  # of a traceback: as many as say where it was
+_OPTIONS = {
+    r"loss_fn \(--loss\)": "--loss",
+    r"\b(model|batch|loss|optimizer)_fn\b": r"--\1",
+    r"\bbatch_size\b": "--batch-size",
+    r"^(precision|attention|parallel):": r"--\1:",
+}
 _STEPFAST = Path(__file__).parents[1]
 
 
@@ -49,10 +56,12 @@ class Watch:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Raises AnatomyError in place of what a watched function raised."""
+        """Raises AnatomyError in place of what a watched function raised, and names options in place of parameters."""
         try:
             with _said_once():
                 yield
+        except AnatomyError as error:
+            raise type(error)(_in_options(str(error))) from error
         except StepfastError:
             raise
         except Exception as error:
@@ -60,6 +69,13 @@ class Watch:
                 raise
             message = "".join(traceback.format_exception_only(error)).strip()
             raise AnatomyError(f"{self._raised[1]} raised {message}\n{_where(error)}") from error
+
+
+def _in_options(message: str) -> str:
+    """The message, with what the command line calls the parameters of `predict` and `measure`."""
+    for parameter, option in _OPTIONS.items():
+        message = re.sub(parameter, option, message)
+    return message
 
 
 @contextmanager
