@@ -36,6 +36,20 @@ def test_report_is_read_as_it_was_written(predicted: Report, edge: Any) -> None:
         pytest.param(
             lambda document: document["time"].update(step_seconds=float("nan")), "time.step_seconds", id="nan"
         ),
+        pytest.param(
+            lambda document: document["memory"].update(peak_bytes=-5),
+            "memory.peak_bytes is not",
+            id="less than nothing",
+        ),
+        pytest.param(
+            lambda document: document["memory"]["peak_components"].update(weights=-5),
+            "memory.peak_components.weights is not",
+            id="a component of less than nothing",
+        ),
+        pytest.param(
+            lambda document: document["time"].update(step_seconds=-1.0), "time.step_seconds is not", id="time runs back"
+        ),
+        pytest.param(lambda document: document.update(replicas=0), "replicas is not", id="not even one replica"),
         pytest.param(lambda document: document.update(parameters=True), "parameters is not", id="a truth for a number"),
         pytest.param(lambda document: document.update(memory=None), "memory is not", id="nothing for a part"),
     ],

@@ -17,6 +17,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from stepfast.cli import anatomy
+from stepfast.errors import SpecError
 from stepfast.torch.anatomy import Report, from_json, html_report, predict
 
 
@@ -63,7 +64,7 @@ def test_json_is_the_report(call: Any, file: Path, prediction: Report) -> None:
 
 
 def test_page_is_written_and_nothing_else_is_printed(call: Any, file: Path, tmp_path: Path, prediction: Report) -> None:
-    page = tmp_path / "pages" / "report.html"
+    page = tmp_path / "page.html"
     done = call(file, "--html", page)
     assert (done.exit_code, done.stdout) == (0, "")
     assert str(page) in done.stderr
@@ -79,6 +80,23 @@ def test_file_in_the_way_is_replaced_by_force_alone(call: Any, file: Path, tmp_p
     assert page.read_text() == "mine"
     assert call(file, "--html", page, "--force").exit_code == 0
     assert page.read_text() != "mine"
+
+
+@pytest.mark.parametrize("option", ["out", "html"])
+def test_file_that_appears_meanwhile_is_told_with_its_option(prediction: Report, tmp_path: Path, option: str) -> None:
+    target = tmp_path / "report"
+    target.write_text("theirs")
+    files: dict[str, Any] = {"html": None, option: target}
+    with pytest.raises(SpecError, match=f"^--{option}: .* exists already"):
+        anatomy.show(prediction, as_json=False, force=False, **files)
+    assert target.read_text() == "theirs"
+
+
+def test_folder_that_is_not_there_is_not_made(call: Any, file: Path, tmp_path: Path) -> None:
+    done = call(file, "--html", tmp_path / "pages" / "report.html")
+    assert done.exit_code == 2
+    assert "there is no folder" in done.stderr
+    assert not (tmp_path / "pages").exists()
 
 
 @pytest.mark.parametrize(

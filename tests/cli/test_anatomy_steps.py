@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+from typer.testing import CliRunner, Result
 
+from stepfast.cli import anatomy
 from stepfast.footprint import ANNOTATION, footprint_from_json
 
+Call = Callable[..., Result]
 CONFIG = {
     "model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128,
     "vocab_size": 1000,
@@ -27,7 +32,29 @@ def batch(count):
 
 def loss(model, batch):
     return model(batch).sum()
+
+def net_of(parameters):
+    return net()
+
+def no_net():
+    raise ValueError("no such size")
+
+def no_batch(count):
+    return [][count]
+
+def wrong_loss(model, batch):
+    return model(batch[:, :3]).sum()
+
+def batch_of_one():
+    return torch.randn(1, 512)
+
+def losses(model, batch):
+    return model(batch)
+
+def no_optimizer(parameters):
+    raise KeyError("rate")
 """
+FUNCTIONS = ("--model", "my_model:net", "--batch", "my_model:batch", "--loss", "my_model:loss")
 
 
 @pytest.fixture
@@ -35,6 +62,18 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     (tmp_path / "my_model.py").write_text(MODULE, encoding="utf-8")
     return tmp_path
+
+
+@pytest.fixture
+def call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+    """The command in this process, which has torch already; modules of the folder are forgotten again."""
+    app = typer.Typer()
+    anatomy.register(app)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    yield lambda *arguments: CliRunner().invoke(app, ["anatomy", *arguments])
+    for name in ("my_model", "broken"):
+        sys.modules.pop(name, None)
 
 
 def stepfast(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -66,7 +105,8 @@ def test_functions_are_predicted_for_a_device_of_a_size_of_ones_own(folder: Path
     report = json.loads(ran.stdout)
     assert report["memory"]["limit_bytes"] == 600 * 2**20
     assert f"largest batch that fits: {report['settings']['batch size']} samples" in ran.stderr
-    assert "1 samples a rank: fits\n" in ran.stderr
+    assert ran.stderr.startswith("1 sample a rank: fits\n2 samples a rank: ")
+    assert " samples a rank: does not fit\n" in ran.stderr
 
 
 def test_the_same_functions_are_measured(folder: Path) -> None:
@@ -114,16 +154,91 @@ def test_one_rank_of_several_is_predicted(folder: Path) -> None:
         (("--model", "config.json", "--out", "config.json"), "--out: config.json exists already"),
         (("--model", "config.json", "--html", "nowhere/page.html"), "--html: nowhere/page.html: there is no folder"),
         (("--model", "config.json", "--annotate", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
+        (("--model", "config.json", "--memory", "-5GiB"), "--memory: -5GiB is no size"),
+        (("--model", "config.json", "--attention", "magic"), "attention: 'magic' is none of"),
+        (("--model", "config.json", "--out", "page", "--html", "page"), "--html: page is the file of --out, too"),
+        (("--model", "config.json", "--device", "cpu", "--largest-batch"), "say with --memory how much it has"),
+        (("--model", "vit", "--sequence-length", "8"), "ViTForImageClassification takes pictures, no sequences"),
+        (("--model", "config.json", "--batch", "my_model:batch", "--sequence-length", "8"), "--batch makes others"),
+        ((*FUNCTIONS, "--checkpointing"), "--checkpointing: Linear: only models of Transformers"),
+        (
+            ("--model", "resnet", "--checkpointing"),
+            "--checkpointing: ResNetForImageClassification: Transformers cannot",
+        ),
     ],
 )
 def test_a_wrong_option_is_told_in_one_line_before_anything_runs(
-    folder: Path, arguments: tuple[str, ...], says: str
+    call: Call, arguments: tuple[str, ...], says: str
 ) -> None:
-    ran = stepfast(folder, "predict", *arguments)
-    assert ran.returncode == 2
+    ran = call("predict", *arguments)
+    assert ran.exit_code == 2
     assert says in ran.stderr
     assert "Traceback" not in ran.stderr
     assert ran.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--device", "abacus"), "--device: 'abacus' is none of torch's"),
+        (("--device", "meta"), "--device: meta cannot be measured"),
+        (("--device", "cuda:99"), "--device: there is no cuda:99 here"),
+        (("--clip-norm", "-1"), "--clip-norm: -1.0 is no norm"),
+        (("--precision", "fp8"), "precision: 'fp8' is none of"),
+        (("--device", "cpu", "--checkpointing"), "--checkpointing: Linear: only models of Transformers"),
+    ],
+)
+def test_a_wrong_option_of_measure_is_told_in_one_line(call: Call, arguments: tuple[str, ...], says: str) -> None:
+    ran = call("measure", *FUNCTIONS, *arguments)
+    assert ran.exit_code == 2
+    assert says in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+    assert ran.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["predict", "measure"])
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        (("--model", "my_model:no_net"), "ValueError: no such size"),
+        (("--batch", "my_model:no_batch"), "IndexError: list index out of range"),
+        (("--loss", "my_model:wrong_loss"), "RuntimeError: "),
+        (("--optimizer", "my_model:no_optimizer"), "KeyError: 'rate'"),
+        (("--model", "broken:net"), "RuntimeError: at import"),
+    ],
+)
+def test_what_a_named_function_raises_is_told_with_its_option_and_its_line(
+    folder: Path, call: Call, command: str, named: tuple[str, str], says: str
+) -> None:
+    (folder / "broken.py").write_text('raise RuntimeError("at import")', encoding="utf-8")
+    ran = call(command, *FUNCTIONS, *named, "--device", "cpu")
+    assert ran.exit_code == 1
+    assert ran.stderr.startswith(f"stepfast: {' '.join(named)} raised {says}")
+    assert f'{named[1].partition(":")[0]}.py", line' in ran.stderr
+    assert "site-packages" not in ran.stderr
+    assert len(ran.stderr.splitlines()) < 12
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        (("--batch", "my_model:batch_of_one"), "--batch takes no argument, so it cannot follow --batch-size"),
+        (("--loss", "my_model:losses"), "--loss returned a tensor of (1, 512), not one number"),
+        (("--model", "builtins:dict"), "--model returned a dict, not a torch.nn.Module"),
+        (("--optimizer", "my_model:net_of"), "--optimizer returned a Linear, not a torch.optim.Optimizer"),
+        (("--precision", "fp8"), "--precision: 'fp8' is none of"),
+    ],
+)
+def test_messages_name_options_and_no_parameters(call: Call, named: tuple[str, str], says: str) -> None:
+    ran = call("predict", *FUNCTIONS, *named)
+    assert ran.stderr.startswith(f"stepfast: {says}")
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def test_a_model_without_a_loss_is_told_of_the_option(call: Call) -> None:
+    ran = call("predict", "--model", "my_model:net", "--batch", "my_model:batch", "--batch-size", "3")
+    assert ran.exit_code == 1
+    assert ran.stderr.endswith("or say how the loss is computed, with --loss\n")
 
 
 def test_a_file_is_not_replaced_unless_that_is_asked_for(folder: Path) -> None:

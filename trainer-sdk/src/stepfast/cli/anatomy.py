@@ -59,6 +59,8 @@ def read_report(file: Path) -> Report:
 
 def check_targets(*, out: Path | None, html: Path | None, force: bool) -> None:
     """Before anything takes time. Raises SpecError where `show` could not write a file."""
+    if out is not None and html is not None and out.resolve() == html.resolve():
+        raise SpecError("--html", f"{html} is the file of --out, too: name another one")
     for option, target in (("--out", out), ("--html", html)):
         if target is None:
             continue
@@ -73,12 +75,12 @@ def check_targets(*, out: Path | None, html: Path | None, force: bool) -> None:
 def show(report: Report, *, html: Path | None, as_json: bool, force: bool, out: Path | None = None) -> None:
     """Writes the files that are asked for, and prints the report unless the page alone is. Raises SpecError."""
     if out is not None:
-        with placed_file(out, force=force) as temp:
+        with placed_file(out, force=force, option="--out") as temp:
             temp.write_text(report.to_json(), encoding="utf-8")
     if html is not None:
         from stepfast.torch.anatomy import html_report
 
-        with placed_file(html, force=force) as temp:
+        with placed_file(html, force=force, option="--html") as temp:
             temp.write_text(html_report(report), encoding="utf-8")
         typer.echo(f"{html}: written; open it in a browser", err=True)
     if as_json:

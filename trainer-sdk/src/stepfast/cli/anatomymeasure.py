@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
+from stepfast.cli.anatomyfunctions import functions_of
 from stepfast.cli.anatomypredict import (
     AccumulationSteps,
     AsJson,
@@ -23,9 +25,9 @@ from stepfast.cli.anatomypredict import (
     SequenceLength,
     Task,
     check_norm,
-    functions_of,
 )
 from stepfast.cli.told import told
+from stepfast.errors import SpecError
 
 
 def measure(  # noqa: PLR0917 - typer calls it by keyword
@@ -55,23 +57,43 @@ def measure(  # noqa: PLR0917 - typer calls it by keyword
     with told():
         check_norm(clip_norm)
         check_targets(out=out, html=html, force=force)
+        _check_device(device)
         functions = functions_of(
-            model, batch, loss, optimizer, task=task, sequence_length=sequence_length, precision=precision
-        )
+            model, batch, loss, optimizer,
+            task=task, sequence_length=sequence_length, precision=precision, checkpointing=checkpointing,
+        )  # fmt: skip
         from stepfast.torch.anatomy import measure as measured
 
-        report = measured(
-            functions.model,
-            functions.optimizer,
-            functions.batch,
-            loss_fn=functions.loss,
-            batch_size=batch_size or 1,
-            device=device,
-            precision=precision,
-            checkpointing=checkpointing,
-            accumulation_steps=accumulation_steps,
-            clip_norm=clip_norm,
-            steps=steps,
-            title=functions.title,
-        )
+        with functions.watch.telling():
+            report = measured(
+                functions.model,
+                functions.optimizer,
+                functions.batch,
+                loss_fn=functions.loss,
+                batch_size=batch_size or 1,
+                device=device,
+                precision=precision,
+                checkpointing=checkpointing,
+                accumulation_steps=accumulation_steps,
+                clip_norm=clip_norm,
+                steps=steps,
+                title=functions.title,
+            )
         show(report, out=out, html=html, as_json=as_json, force=force)
+
+
+def _check_device(name: str | None) -> None:
+    """Before a model is made for it. Raises SpecError where it is none that can be measured here."""
+    with suppress(ImportError):  # who needs torch says so
+        import torch
+
+        if name is None:
+            return
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise SpecError("--device", f"{name!r} is none of torch's: cpu, cuda, cuda:1") from error
+        if device.type not in {"cpu", "cuda"}:
+            raise SpecError("--device", f"{device.type} cannot be measured: cpu or cuda")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise SpecError("--device", f"there is no {name} here: measure on the cpu, or predict")

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stepfast.cli.anatomyfunctions import functions_of
 from stepfast.cli.manifestfile import annotate as write_annotation
 from stepfast.cli.manifestfile import check as check_manifest
 from stepfast.cli.told import told
-from stepfast.errors import AnatomyError, AnatomyOptionError, SpecError
+from stepfast.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import nn
 
     from stepfast.torch.anatomy import Device, Report
 
@@ -111,9 +110,13 @@ def predict(  # noqa: PLR0917 - typer calls it by keyword
         check_targets(out=out, html=html, force=force)
         if annotate is not None:
             check_manifest(annotate, name)
+        target = _device(device, memory)
+        if largest and target.memory_bytes is None:
+            raise SpecError("--largest-batch", f"{device} has no known memory: say with --memory how much it has")
         functions = functions_of(
-            model, batch, loss, optimizer, task=task, sequence_length=sequence_length, precision=precision
-        )
+            model, batch, loss, optimizer,
+            task=task, sequence_length=sequence_length, precision=precision, checkpointing=checkpointing,
+        )  # fmt: skip
         from stepfast.torch.anatomy import predict as predicted
 
         def report_of(batch_size: int) -> Report:
@@ -123,7 +126,7 @@ def predict(  # noqa: PLR0917 - typer calls it by keyword
                 functions.batch,
                 loss_fn=functions.loss,
                 batch_size=batch_size,
-                device=_device(device, memory),
+                device=target,
                 precision=precision,
                 parallel=parallel,
                 attention=attention,
@@ -133,7 +136,8 @@ def predict(  # noqa: PLR0917 - typer calls it by keyword
                 title=functions.title,
             )
 
-        report = _largest(report_of) if largest else report_of(batch_size or 1)
+        with functions.watch.telling():
+            report = _largest(report_of) if largest else report_of(batch_size or 1)
         show(report, out=out, html=html, as_json=as_json, force=force)
         if annotate is not None:
             from stepfast.torch.anatomy.report import footprint_of
@@ -148,61 +152,22 @@ def check_norm(clip_norm: float | None) -> None:
         raise SpecError("--clip-norm", f"{clip_norm} is no norm: a number greater than 0")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Functions:
-    """What the options name, as `predict` and `measure` take it."""
-
-    title: str
-    model: Callable[[], nn.Module]
-    optimizer: Callable[..., Any]
-    batch: Callable[..., Any]
-    loss: Callable[..., Any]
-
-
-def functions_of(
-    model: str,
-    batch: str | None,
-    loss: str | None,
-    optimizer: str,
-    *,
-    task: str | None,
-    sequence_length: int | None,
-    precision: str,
-) -> Functions:
-    """Imports them. Raises AnatomyError."""
-    try:
-        import torch
-
-        from stepfast.torch.anatomy.modelsource import imported, model_source, optimizer_source
-        from stepfast.torch.anatomy.training import model_loss
-    except ImportError as error:
-        raise AnatomyError(f"it needs torch ({error}): pip install stepfast[torch,run]") from error
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    source = model_source(model, task=task, sequence_length=sequence_length, dtype=dtype)
-    make_batch = imported(batch, "--batch") if batch is not None else source.batch
-    if make_batch is None:
-        raise AnatomyOptionError(f"--model {model} is a function: name one that makes a batch, too, with --batch")
-    return Functions(
-        title=source.name,
-        model=source.model,
-        optimizer=optimizer_source(optimizer),
-        batch=make_batch,
-        loss=model_loss if loss is None else imported(loss, "--loss"),
-    )
-
-
 def _largest(report_of: Callable[[int], Report]) -> Report:
     from stepfast.torch.anatomy.fit import largest_batch
 
     def tell(batch_size: int, fits: bool) -> None:
-        typer.echo(f"{batch_size} samples a rank: {'fits' if fits else 'does not fit'}", err=True)
+        typer.echo(f"{_samples(batch_size)} a rank: {'fits' if fits else 'does not fit'}", err=True)
 
     found = largest_batch(report_of, tell)
     if found.batch_size == 0:
         typer.echo("not even one sample fits; the report is of one sample", err=True)
     else:
-        typer.echo(f"largest batch that fits: {found.batch_size} samples a rank", err=True)
+        typer.echo(f"largest batch that fits: {_samples(found.batch_size)} a rank", err=True)
     return found.report
+
+
+def _samples(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
 
 
 def _device(name: str, memory: str | None) -> Device:

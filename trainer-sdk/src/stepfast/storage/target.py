@@ -41,14 +41,17 @@ def is_torch_file(to: Path) -> bool:
 
 
 @contextmanager
-def placed_file(to: Path, *, force: bool) -> Iterator[Path]:
-    """A temporary file's name, which becomes the target's when the block ends well. Raises SpecError, StorageError."""
+def placed_file(to: Path, *, force: bool, option: str = "TO") -> Iterator[Path]:
+    """A temporary file's name, which becomes the target's when the block ends well. Raises SpecError, StorageError.
+
+    `option`: what named the target, for messages.
+    """
     target = Path(os.path.realpath(to))
     with _translated(to):
         if target.is_dir():
-            raise SpecError("TO", f"{to} is a folder: name a file in it, or a folder without a suffix")
+            raise SpecError(option, f"{to} is a folder: name a file in it, or a folder without a suffix")
         if target.exists() and not force:
-            raise _exists(to)
+            raise _exists(to, option)
         target.parent.mkdir(parents=True, exist_ok=True)
         temp = temp_path(target)
         try:
@@ -57,7 +60,7 @@ def placed_file(to: Path, *, force: bool) -> Iterator[Path]:
             if force:
                 os.replace(temp, target)
             elif not place_exclusively(temp, target):
-                raise _exists(to)
+                raise _exists(to, option)
         finally:
             remove_quietly(temp)
         sync_folder(target.parent)
@@ -108,8 +111,8 @@ def _check_folder(to: Path, target: Path, *, force: bool, suffix: str) -> None:
         raise SpecError("TO", f"{to} holds {foreign[0]}, which is no export: name another folder, or remove it")
 
 
-def _exists(to: Path) -> SpecError:
-    return SpecError("TO", f"{to} exists already: name another target, or replace it with --force")
+def _exists(to: Path, option: str = "TO") -> SpecError:
+    return SpecError(option, f"{to} exists already: name another target, or replace it with --force")
 
 
 def _sync(file: Path) -> None:

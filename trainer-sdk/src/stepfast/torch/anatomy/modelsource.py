@@ -177,6 +177,8 @@ def _batch(configuration: Any, make: ModelFunction, sequence_length: int | None,
         model = make()
     kind = type(model).__name__
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        if sequence_length is not None:
+            raise AnatomyOptionError(f"--sequence-length {sequence_length}: {kind} takes pictures, no sequences")
         return _pictures(configuration, dtype)
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise AnatomyOptionError(f"{kind} takes {model.main_input_name}: say what a batch is with --batch")

@@ -195,12 +195,24 @@ def _decoded(hint: Any, value: Any, place: str) -> Any:
         return tuple(_decoded(arguments[0], each, f"{place}[{index}]") for index, each in enumerate(value))
     if origin is Mapping and isinstance(value, dict):
         return {name: _decoded(arguments[1], each, f"{place}.{name}") for name, each in value.items()}
-    if hint is float and type(value) in {int, float} and math.isfinite(value):
-        return float(value)
-    is_size = place.endswith("_bytes") and hint is int
-    if type(value) is hint and hint is not float and not (is_size and value < 0):
+    if hint in {int, float}:
+        return _decoded_number(hint, value, place)
+    if type(value) is hint:
         return value
-    raise ValueError(f"no anatomy report: {place.removeprefix('.')} is not what it should be")
+    raise _misfit(place)
+
+
+def _decoded_number(hint: Any, value: Any, place: str) -> Any:
+    """A size, a count or a time: none of them is less than nothing, and of ranks there is at least one."""
+    kinds = {int, float} if hint is float else {int}
+    least = 1 if place in {".ranks", ".replicas"} else 0
+    if type(value) not in kinds or not least <= value < math.inf:
+        raise _misfit(place)
+    return hint(value)
+
+
+def _misfit(place: str) -> ValueError:
+    return ValueError(f"no anatomy report: {place.removeprefix('.')} is not what it should be")
 
 
 def _decoded_fields(kind: Any, document: dict[str, Any], place: str) -> Any:
