@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its customary name
 
 _aten = torch.ops.aten
-_LOWER = (torch.float16, torch.bfloat16)
+LOWER_PRECISION = (torch.float16, torch.bfloat16)
 _AMPERE = (8, 0)
 CUDNN_FIRST = (9, 0)  # torch asks cuDNN first from this capability on, on data centers' devices
 _NO_WIDE_FLASH = ((8, 6), (8, 9), (12, 0))  # too little shared memory for flash's backward pass of wide heads
@@ -90,14 +90,19 @@ class AttentionKernels:
 
     def _fits_cudnn(self, heads: Heads) -> bool:
         width = heads.query.shape[-1]
-        is_here = CUDNN_FIRST <= self.capability < (11, 0) and heads.query.dtype in _LOWER and heads.are_plain
+        is_here = CUDNN_FIRST <= self.capability < (11, 0) and heads.query.dtype in LOWER_PRECISION and heads.are_plain
         if heads.mask is not None and (heads.mask.requires_grad or heads.is_causal):
             return False
         return is_here and width == heads.value.shape[-1] and width % 8 == 0 and width <= 128
 
     def _fits_flash(self, heads: Heads) -> bool:
         query, width = heads.query, heads.query.shape[-1]
-        if self.capability < _AMPERE or query.dtype not in _LOWER or heads.mask is not None or not heads.are_plain:
+        if (
+            self.capability < _AMPERE
+            or query.dtype not in LOWER_PRECISION
+            or heads.mask is not None
+            or not heads.are_plain
+        ):
             return False
         if heads.is_causal and query.shape[-2] != heads.key.shape[-2]:
             return False
@@ -107,18 +112,18 @@ class AttentionKernels:
 
     def _fits_efficient(self, heads: Heads) -> bool:
         dtype = heads.query.dtype
-        if not heads.are_plain or dtype not in (torch.float32, *_LOWER):
+        if not heads.are_plain or dtype not in (torch.float32, *LOWER_PRECISION):
             return False
         if dtype is torch.bfloat16 and self.capability < _AMPERE:
             return False
-        multiple = 8 if dtype in _LOWER else 4 if self.capability >= _AMPERE else 1
+        multiple = 8 if dtype in LOWER_PRECISION else 4 if self.capability >= _AMPERE else 1
         return heads.query.shape[-1] % multiple == 0 and heads.value.shape[-1] % multiple == 0
 
     def _written_out(self, heads: Heads, dropout_p: float, scale: float | None) -> Tensor:
         """aten::_scaled_dot_product_attention_math, so that its dropout is CUDA's. Half precision goes through fp32."""
         query, key, value, mask = heads.query, heads.key, heads.value, heads.mask
         given = query.dtype
-        if given in _LOWER:
+        if given in LOWER_PRECISION:
             query, key, value = query.float(), key.float(), value.float()
         root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
         mask = None if mask is None else _float_mask(query, mask)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepfast.torch.anatomy.attention import CUDNN_FIRST
+from stepfast.torch.anatomy.attention import CUDNN_FIRST, LOWER_PRECISION
 from stepfast.torch.anatomy.devices import Device
 from stepfast.torch.anatomy.operations import is_contraction
 from stepfast.torch.anatomy.recorder import Call, TensorShape
@@ -21,9 +21,8 @@ from stepfast.torch.anatomy.workspaces import KernelRun, Piece
 
 _aten = torch.ops.aten
 _FLOAT_BYTES = 4
-_HALF = (torch.float16, torch.bfloat16)
 _HEADER = 4  # numbers before each tile of sums
-_CUDNN = (_aten.convolution, _aten.convolution_backward)
+_CUDNN = {_aten.convolution, _aten.convolution_backward}
 _CPU_RNN = {_aten.mkldnn_rnn_layer}
 _MUCH_SHARED_MEMORY = ((7, 0), (8, 0), (9, 0), (10, 0))  # a block may take 96 KiB on Volta, 163 and more on the others
 
@@ -57,7 +56,7 @@ def unknown(calls: Iterable[Call], device: Device) -> tuple[str, ...]:
     """What runs on the device in ways that are not known here, in words."""
     packets = {call.signature.operator.overloadpacket for call in calls}
     notes: list[str] = []
-    if packets & set(_CUDNN):
+    if packets & _CUDNN:
         notes.append("cuDNN chooses how convolutions run on the device: its workspaces for them are not counted")
     if packets & _CPU_RNN:
         notes.append("recurrent layers run as cuDNN's on the device: their memory is what the CPU's kernel takes")
@@ -106,7 +105,7 @@ def _efficient_backward(call: Call, capability: tuple[int, int]) -> tuple[list[i
     passing: list[int] = []
     if not tile.sums_rows:
         products = rows * value.size[3]
-        copies = [products, products] if query.dtype in _HALF else []
+        copies = [products, products] if query.dtype in LOWER_PRECISION else []
         passing = [*copies, products, rows]
     return passing, [rows, batch * heads * _sums(tile, query, key, value) * _FLOAT_BYTES]
 
@@ -125,7 +124,7 @@ class _Tile:
 
 def _tile(query: TensorShape, width: int, capability: tuple[int, int]) -> _Tile:
     """The first of mem_eff_attention/kernels/cutlassB.h that takes the width and fits the device's shared memory."""
-    is_half, is_ampere = query.dtype in _HALF, capability >= (8, 0)
+    is_half, is_ampere = query.dtype in LOWER_PRECISION, capability >= (8, 0)
     has_much = capability in _MUCH_SHARED_MEMORY
     queries, keys, widest = 64, 64, 32 if width <= 32 else 64 if width <= 64 else 128 if width <= 128 else 1 << 16
     if is_half and capability in ((8, 6), (8, 9)) and 64 < width <= 96:
@@ -142,7 +141,7 @@ def _sums(tile: _Tile, query: TensorShape, key: TensorShape, value: TensorShape)
     """
     batch, heads, length, width = query.size
     of_queries = -(-length // tile.queries) * -(-width // tile.keys) * (_HEADER + tile.queries * tile.keys)
-    if query.dtype not in _HALF or tile.keeps:
+    if query.dtype not in LOWER_PRECISION or tile.keeps:
         return _up(of_queries, 4)
     splits = max(1, min(-(-key.size[2] // tile.keys), 200 // (batch * heads)))
     of_others = splits * tile.keys * (_up(width, tile.queries) + _up(value.size[3], tile.queries))

@@ -12,6 +12,8 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
+from stepfast.torch.anatomy.replacing import environment
+
 _CUDA_ENTRIES = 1_000_000  # changes that CUDA's history keeps: the last ones
 
 
@@ -36,25 +38,14 @@ class History:
 def cpu_history() -> Iterator[History]:
     """Of this thread's allocations on the CPU; kernels' own, in their threads, among them."""
     history = History()
-    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
+    # The profiler would tell the terminal about every start and stop.
+    quiet = environment({"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")})
+    with quiet, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
         yield history
     assert session.profiler is not None
     found: list[MemoryChange] = []
     _collect(session.profiler.kineto_results.experimental_event_tree(), found)
     history.changes = sorted(found, key=lambda change: change.time_ns)
-
-
-@contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """It would tell the terminal about every start and stop."""
-    if "KINETO_LOG_LEVEL" in os.environ:
-        yield
-        return
-    os.environ["KINETO_LOG_LEVEL"] = "99"
-    try:
-        yield
-    finally:
-        os.environ.pop("KINETO_LOG_LEVEL", None)
 
 
 @contextmanager

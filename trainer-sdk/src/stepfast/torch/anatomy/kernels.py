@@ -17,10 +17,8 @@ from torch.nn import functional as F  # noqa: N812 - its customary name
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from stepfast.torch.anatomy.attention import Attention, AttentionKernels
+from stepfast.torch.anatomy.attention import LOWER_PRECISION, Attention, AttentionKernels
 from stepfast.torch.anatomy.replacing import backward_passes, replaced
-
-_LOWER = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
@@ -220,13 +218,13 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
         args, kwargs = tree_map_only(Tensor, _to_lower, (args, kwargs))
     elif func in _FP32_RESULT and kwargs.get("dtype") is None:
         given = args[0] if args else kwargs.get("input")
-        if isinstance(given, Tensor) and given.dtype in _LOWER:
+        if isinstance(given, Tensor) and given.dtype in LOWER_PRECISION:
             kwargs = {**{key: value for key, value in kwargs.items() if key != "_stacklevel"}, "dtype": torch.float32}
     return args, kwargs
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _LOWER else tensor
+    return tensor.float() if tensor.dtype in LOWER_PRECISION else tensor
 
 
 def _to_lower(tensor: Tensor) -> Tensor:

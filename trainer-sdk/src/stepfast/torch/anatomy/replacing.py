@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -28,3 +29,18 @@ def backward_passes(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]])
     """Within, backward passes are run by what `wrapped` makes of the function of torch's that runs them."""
     name = "_engine_run_backward"
     return replaced(torch.autograd, name, wrapped(getattr(torch.autograd, name)))
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Within, the process has these variables; what they were, or were not, comes back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -7,7 +7,6 @@ ranks have the same modules) has no answer in an imagined world, and no part in 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from torch import nn
 
 from stepfast.errors import AnatomyError
 from stepfast.torch.anatomy.batches import tensors_in
-from stepfast.torch.anatomy.replacing import replaced
+from stepfast.torch.anatomy.replacing import environment, replaced
 from stepfast.torch.anatomy.timeline import Component
 from stepfast.torch.anatomy.training import Holding
 
@@ -97,23 +96,21 @@ def deepspeed_at_home() -> Iterator[Any]:
     """DeepSpeed, imported, in an imagined world. Raises AnatomyError where it is not installed."""
     if find_spec("deepspeed") is None:
         raise AnatomyError("ZeRO's prediction runs DeepSpeed's own engine: pip install deepspeed")
-    before = {name: os.environ.get(name) for name in _RANK}
-    os.environ.update(_RANK)
     is_new, log = "deepspeed" not in sys.modules, logging.getLogger("DeepSpeed")
     level = log.level
+    with environment(_RANK), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        deepspeed = import_module("deepspeed")
+        backend = import_module("deepspeed.comm.torch")
+        coordinator = import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
+        agreement = import_module("deepspeed.runtime.zero.utils")
+        accelerator: Any = import_module("deepspeed.accelerator.real_accelerator")
+    if is_new:
+        accelerator.ds_accelerator = None  # who imports it next chooses by the machine
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            deepspeed = import_module("deepspeed")
-            backend = import_module("deepspeed.comm.torch")
-            coordinator = import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
-            agreement = import_module("deepspeed.runtime.zero.utils")
-            accelerator: Any = import_module("deepspeed.accelerator.real_accelerator")
-
-        if is_new:
-            accelerator.ds_accelerator = None  # who imports it next chooses by the machine
         log.setLevel(logging.WARNING)
         with (
+            environment(_RANK),
             replaced(accelerator, "ds_accelerator", None),
             replaced(backend, "build_shm_op", lambda: None),
             replaced(coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
@@ -123,11 +120,6 @@ def deepspeed_at_home() -> Iterator[Any]:
             warnings.simplefilter("ignore")
             yield deepspeed
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
         log.setLevel(level)
         _forget_world()
 
