@@ -125,7 +125,7 @@ for step in (1, 2, 3):
     opened.put("rank", rank)
     opened.commit()
 dist.barrier()
-print("LATEST", checkpoints.latest().step, flush=True)
+print(f"LATEST {checkpoints.latest().step}", flush=True)
 dist.barrier()
 """
 

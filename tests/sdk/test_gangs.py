@@ -294,7 +294,8 @@ folder = f"node{rank}"
 os.makedirs(folder, exist_ok=True)
 if rank == 0:
     open(f"{folder}/latest", "w").write("global_step1")  # DeepSpeed's rank 0 writes it
-print("LOADS", DeepSpeedEngine().load_checkpoint(folder), os.path.exists(f"{folder}/global_step1/x"), flush=True)
+tag = DeepSpeedEngine().load_checkpoint(folder)
+print(f"LOADS {tag} {os.path.exists(f'{folder}/global_step1/x')}", flush=True)  # in one write: two ranks share a pipe
 dist.barrier()
 """
 )

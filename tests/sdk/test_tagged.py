@@ -360,11 +360,11 @@ if rank == 0:
 dist.barrier()
 if rank == 1 - has_read:
     try:
-        print("LATEST", checkpoints.latest().step, flush=True)
+        print(f"LATEST {checkpoints.latest().step}", flush=True)
     except GangError as error:
         print("NOT", error, flush=True)
 dist.barrier()
-print("FROM", checkpoints.latest().step if not has_read else "", flush=True)
+print(f"FROM {checkpoints.latest().step if not has_read else None}", flush=True)
 dist.barrier()
 """
 
