@@ -20,7 +20,7 @@ from benchmarks.anatomy.cpumemory import STEP, allocator_peaks_bytes  # noqa: E4
 
 from families import WIDE_GPT, Family  # noqa: E402 - it is found by the path above
 
-BATCH_SIZE = 32
+BATCH_SIZE = 8
 STEPS = 3
 ZERO = {"reduce_bucket_size": 100_000}  # DeepSpeed's own, 500 million elements, would be all that there is to see
 
@@ -65,6 +65,7 @@ def _sharded(model: torch.nn.Module, compute: torch.dtype | None) -> torch.nn.Mo
 def _train_deepspeed(model: torch.nn.Module, family: Family, stage: int, *, is_mixed: bool) -> None:
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of compiling
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters()),

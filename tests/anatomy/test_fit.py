@@ -31,14 +31,11 @@ def report_of(batch_size: int, *, memory_mib: int | None = 512) -> Report:
     )
 
 
-def test_each_size_is_told_once_as_it_is_tried() -> None:
+def test_the_largest_batch_fits_and_one_sample_more_does_not() -> None:
     told: list[tuple[int, bool]] = []
     found = largest_batch(report_of, lambda batch_size, fits: told.append((batch_size, fits)))
+    # Each size is told once, as it is tried.
     assert told == [(batch_size, report.memory.fits) for batch_size, report in found.reports.items()]
-
-
-def test_the_largest_batch_fits_and_one_sample_more_does_not() -> None:
-    found = largest_batch(report_of)
     assert found.report.memory.fits
     assert not report_of(found.batch_size + 1).memory.fits
     assert found.batch_size > 1000
