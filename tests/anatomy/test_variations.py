@@ -60,7 +60,12 @@ def test_mixed_precision_accumulation_and_clipping(name: str) -> None:
 @pytest.mark.parametrize("name", WIRINGS)
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_mixed_precision_of_what_is_hard_to_follow(name: str) -> None:
-    expected = allocated(WIRINGS[name], cast=AUTOCAST)
+    try:
+        expected = allocated(WIRINGS[name], cast=AUTOCAST)
+    except RuntimeError as error:
+        if "could not create a primitive descriptor" not in str(error):
+            raise
+        pytest.skip(f"NOT TESTED: oneDNN has no {name} in bfloat16 for this CPU")
     assert peaks(WIRINGS[name], precision="bf16-mixed") == (expected, expected)
 
 
