@@ -299,7 +299,11 @@ def test_gang_that_could_not_be_made_whole_is_ended_with_its_job(operator_api: K
         await world.kube.patch(f"{path}/q/status", used)
         job = await world.make_job(trainer={"numNodes": 2})
         await is_told(world, job, "exceeded quota")
-        assert len(await world.pods()) == 1
+
+        async def is_half_made() -> bool:
+            return len(await world.pods()) == 1
+
+        await until("the pod that the quota lets pass", is_half_made)
         await world.kube.patch(job.path, {"spec": {"suspend": True}})
         await reaches(world, job, State.SUSPENDED)
         await until("nothing of it lives", lambda: not world.kubelets.pods)
