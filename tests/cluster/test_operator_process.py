@@ -116,6 +116,7 @@ def test_rights_of_the_chart_are_enough_and_sigterm_ends_it_in_order(
     async def scenario(world: World) -> None:
         values: dict[str, Any] = {"watchNamespaces": [world.namespace]} if is_namespaced else {}
         grant(audited_api, tmp_path, values)
+        await until("the API server knows of the rights", lambda: may_create_pods(world))
         kubeconfig = kubeconfig_of(audited_api, chart.NAMESPACE, chart.OPERATOR, tmp_path)
         identity = f"operator-{world.namespace}"
         begun = len(list(audited_api.audit()))
@@ -151,6 +152,16 @@ def grant(api: KubernetesClient, folder: Path, values: dict[str, Any]) -> None:
     api.kubectl("delete", "clusterrole,clusterrolebinding", "-l", "app.kubernetes.io/component=operator")
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": chart.NAMESPACE}}
     api.apply(namespace, *rights)
+
+
+async def may_create_pods(world: World) -> bool:
+    asked = {"namespace": world.namespace, "verb": "create", "resource": "pods"}
+    review = {
+        "apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview",
+        "spec": {"user": ACCOUNT, "resourceAttributes": asked},
+    }  # fmt: skip
+    answer = await world.kube.create("/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+    return bool(answer["status"]["allowed"])
 
 
 async def whole_life(world: World) -> None:
