@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,19 @@ def test_what_needs_an_audit_log_says_loudly_that_kubeconfigs_api_server_shows_n
     given = KubernetesClient(tmp_path / "kubeconfig", Binaries(folders=()))
     with pytest.raises(outcome, match=r"KUBECONFIG names the API server.*audit log.*run it without KUBECONFIG"):
         started_here(given)
+
+
+def test_processes_that_are_started_at_once_are_all_remembered() -> None:
+    """A cluster's nodes are: one that was forgotten would look dead, and would outlive the cluster."""
+    claim = Claim.take()
+    names = [f"process-{index}" for index in range(32)]
+    try:
+        with ThreadPoolExecutor(max_workers=len(names)) as pool:
+            list(pool.map(lambda name: claim.spawn(name, ["sleep", "60"]), names))
+        assert [name for name in names if not claim.is_alive(name)] == []
+    finally:
+        claim.release()
+    assert claim.remaining() == []
 
 
 def test_down_leaves_nothing_behind() -> None:

@@ -118,10 +118,11 @@ class Claim:
                 [str(part) for part in command], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(environment or {})},
             )  # fmt: skip
-        state = self._read()
-        state["processes"][name] = _identity(process.pid)
-        self._write(state)
         self._children[name] = process
+        with locked(self.folder / "state.lock"):  # nodes are started by a thread each
+            state = self._read()
+            state["processes"][name] = _identity(process.pid)
+            self._write(state)
 
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
