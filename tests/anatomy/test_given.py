@@ -191,5 +191,14 @@ print(real_accelerator.ds_accelerator, logging.getLogger("DeepSpeed").level)
     assert ran.stdout.split()[-2] == "None"
 
 
+@pytest.mark.parametrize("parallel", ["ddp:2", "fsdp2:2", "zero1:2", "zero3:2"])
+def test_torch_is_as_before_a_prediction_of_several_ranks(parallel: str) -> None:
+    """DeepSpeed would leave a function of its own in the place of nn.functional.linear."""
+    owners = (torch, torch.distributed, torch.Tensor, nn, nn.functional, nn.Linear, nn.Module, nn.Parameter)
+    before = [(owner, name, value) for owner in owners for name, value in vars(owner).items() if callable(value)]
+    run(predict, parallel=parallel)
+    assert [(owner, name) for owner, name, value in before if vars(owner).get(name) is not value] == []
+
+
 def test_what_multiplies_different_dtypes_is_refused() -> None:
     assert "multiplies bfloat16 and float32" in refused(predict, precision="bf16", model_fn=lambda: nn.Linear(WIDTH, 1))
