@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 
-.PHONY: venv demo test test-cluster programs images check lint bench bench-core bench-quick bench-frameworks bench-anatomy simulate bench-cluster chaos constraints crds protos reference clean
+.PHONY: venv demo test test-thorough test-cluster programs images check lint bench bench-core bench-quick bench-frameworks bench-anatomy simulate bench-cluster chaos constraints crds protos reference clean
 
 venv: $(READY)
 
@@ -27,9 +27,17 @@ demo: venv
 	@$(BIN)/stepfast checkpoints list $(DEMO)/checkpoints/local/demo
 	@$(BIN)/stepfast checkpoints verify $(DEMO)/checkpoints/local/demo
 
-# Two workers, because most of the suite waits; a file's tests stay together, in their order.
+# Two workers, because most of the suite waits; a file's tests stay together, in their order. A thread for each: two that
+# spin for work on a processor that they share take it from each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
 test: venv
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(PYTEST)
+
+# What takes long and shows little more (tests/thorough.txt).
+test-thorough: venv programs images
+	$(PYTEST) --thorough
+	$(BIN)/python -m pytest tests/cluster --thorough
 
 # On a real Kubernetes: pods, nodes that are lost, the chart and the images. Needs root and Debian's containerd (.ci/run).
 test-cluster: venv programs images

@@ -21,6 +21,11 @@ settings.load_profile("stepfast")
 
 
 CLUSTER_TESTS = Path(__file__).parent / "cluster"
+THOROUGH_TESTS = Path(__file__).with_name("thorough.txt")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help=f"run what {THOROUGH_TESTS.name} lists, and nothing else")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -28,10 +33,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path == CLUSTER_TESTS and not _is_cluster_asked_for(config) else None
 
 
-def pytest_report_header(config: pytest.Config) -> str:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is thorough, or all else; a test that is asked for by its own name runs."""
+    if any("::" in argument for argument in config.args):
+        return
+    names = {line for line in THOROUGH_TESTS.read_text().splitlines() if not line.startswith("#")}
+    seen = {item.nodeid for item in items}
+    files = {name.partition("::")[0] for name in seen}
+    unknown = sorted(name for name in names - seen if name.partition("::")[0] in files)
+    if unknown and not (config.option.keyword or config.option.markexpr):
+        raise pytest.UsageError(f"{THOROUGH_TESTS.name} names what is no test: {', '.join(unknown)}")
+    is_asked_for = {name: (name in names) == config.option.thorough for name in seen}
+    config.hook.pytest_deselected(items=[item for item in items if not is_asked_for[item.nodeid]])
+    items[:] = [item for item in items if is_asked_for[item.nodeid]]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
     if _is_cluster_asked_for(config):
-        return "tests/cluster: on a Kubernetes that is started for it"
-    return "tests/cluster IS LEFT OUT: `make test-cluster` runs it"
+        return ["tests/cluster: on a Kubernetes that is started for it"]
+    return [
+        "tests/cluster IS LEFT OUT: `make test-cluster` runs it",
+        f"tests/{THOROUGH_TESTS.name} "
+        + ("alone RUNS" if config.option.thorough else "IS LEFT OUT: `make test-thorough` runs it"),
+    ]
 
 
 def _is_cluster_asked_for(config: pytest.Config) -> bool:
