@@ -34,7 +34,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist load
 test: venv
 	$(PYTEST)
 
-# What takes long and shows little more (tests/thorough.txt).
+# Cases that take long and vary others (tests/thorough.txt).
 test-thorough: venv programs images
 	$(PYTEST) --thorough
 	$(BIN)/python -m pytest tests/cluster --thorough
