@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,3 +49,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
         np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+@contextmanager
+def rng_state_kept() -> Iterator[None]:
+    """What is drawn within it, nobody has drawn."""
+    state = get_rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)

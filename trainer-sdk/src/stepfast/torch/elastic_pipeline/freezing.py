@@ -47,11 +47,8 @@ class FreezingRule(Protocol):
         """Takes up what `state_dict` gave."""
 
 
-class NeverFreeze:
-    """Full training."""
-
-    def frozen_layers(self, evidence: Evidence) -> int:
-        return evidence.frozen
+class _Stateless:
+    """A rule that looks at the evidence alone."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -60,7 +57,7 @@ class NeverFreeze:
         pass
 
 
-class GradientNormRule(NeverFreeze):
+class GradientNormRule(_Stateless):
     """PipeTransformer's own (ICML 2021, section 3.2): up to the layer whose gradient is smallest, at most α of the rest.
 
     L_T = min(L_{T-1} + α (L - L_{T-1}), argmin over ℓ ≥ L_{T-1} of ‖g_ℓ‖), layers counted from 0, and L_0 = 0.
@@ -75,7 +72,7 @@ class GradientNormRule(NeverFreeze):
         return min(evidence.frozen + int(self._alpha * len(norms)), smallest)
 
 
-class MomentRule(NeverFreeze):
+class MomentRule(_Stateless):
     """Freezes the layers whose gradients have become noise by Adam's own moments, at most α of the rest at a time.
 
     A layer's signal Σm̂²/Σv̂ is (1 - β₁)/(1 + β₁), the variance of an exponential mean of independent draws, when its

@@ -41,7 +41,7 @@ class SampleOrder:
         """The epoch's samples in their order: int64, `[samples]`."""
         if not self.shuffle:
             return torch.arange(self.samples)
-        generator = torch.Generator().manual_seed(_mixed(self.seed, epoch))
+        generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
         return torch.randperm(self.samples, generator=generator)
 
     def batch(self, epoch_order: torch.Tensor, step: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def shares(samples: int, replicas: int) -> list[range]:
     return list(map(range, [0, *ends], ends))
 
 
-def _mixed(seed: int, epoch: int) -> int:
+def mixed(seed: int, epoch: int) -> int:
     """One seed of two numbers: neighbours of one are no neighbours of the other (splitmix64's finaliser)."""
     mixed = (seed * 0x9E3779B97F4A7C15 + epoch + 1) % 2**64
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

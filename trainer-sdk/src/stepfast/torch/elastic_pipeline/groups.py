@@ -1,0 +1,60 @@
+"""The process groups of a gang: a static one for messages, and those of a shape, which are made anew with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stepfast.torch.elastic_pipeline.shape import Shape
+
+
+class ShapeGroups:
+    """Of one rank in one shape: its replica's, for the pipeline; that of its layers' ranks, for gradients.
+
+    None where the rank is alone in it, or rests.
+    """
+
+    def __init__(self, shape: Shape, rank: int) -> None:
+        place = shape.place(rank)
+        self.replica = None if place is None else _group(shape.ranks_of_replica(place.replica))
+        self.device = None if place is None else _group(shape.ranks_of_device(place.device))
+
+    def close(self) -> None:
+        """Ends them."""
+        for group in (self.replica, self.device):
+            if group is not None:
+                dist.destroy_process_group(group)
+
+
+class Messages:
+    """All ranks, over gloo: small things that the whole gang has to know."""
+
+    def __init__(self) -> None:
+        self.group: Any = dist.new_group(backend="gloo")
+
+    def sum(self, values: list[float]) -> list[float]:
+        """The sums over all ranks, in float64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor.tolist()
+
+    def largest(self, values: list[float]) -> list[float]:
+        """The largest of all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor.tolist()
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's."""
+        said = [value]
+        dist.broadcast_object_list(said, src=0, group=self.group)
+        return said[0]
+
+
+def _group(ranks: range) -> Any:
+    if len(ranks) == 1:
+        return None
+    # Only the members make it: other pipelines do so for themselves at the same time.
+    return dist.new_group(list(ranks), use_local_synchronization=True)

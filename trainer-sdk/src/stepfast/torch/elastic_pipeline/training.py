@@ -1,0 +1,382 @@
+"""ElasticPipeline: what training code holds. A model trained by a pipeline that becomes shorter and wider as it freezes.
+
+Global batches stay what they are, whatever the shape: each step trains on the same samples with gradients of the same
+mean, so a change of shape changes the speed and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from stepfast.torch.elastic_pipeline.evidence import gather
+from stepfast.torch.elastic_pipeline.freezing import FreezingRule
+from stepfast.torch.elastic_pipeline.gradients import Gradients
+from stepfast.torch.elastic_pipeline.groups import Messages, ShapeGroups
+from stepfast.torch.elastic_pipeline.layers import split
+from stepfast.torch.elastic_pipeline.order import SampleOrder, shares
+from stepfast.torch.elastic_pipeline.partition import balance, shortest_length
+from stepfast.torch.elastic_pipeline.profile import fastest
+from stepfast.torch.elastic_pipeline.replica import Loss, Replica, Schedule, micro_batch_counts
+from stepfast.torch.elastic_pipeline.residence import Residence
+from stepfast.torch.elastic_pipeline.samples import Collate, Samples
+from stepfast.torch.elastic_pipeline.shape import Shape
+from stepfast.torch.elastic_pipeline.transfer import reshape, spread
+from stepfast.torch.elastic_pipeline.values import mapped, samples_in
+from stepfast.torch.rng import rng_state_kept
+
+Metric = Callable[[Any, Any], torch.Tensor]  # (output, target) → the mean over the samples
+
+_MOST_MICRO_BATCHES = 6  # a device, at most: PipeTransformer, section 4.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStep:
+    """A step that is done."""
+
+    number: int  # since the beginning of training, from 1
+    epoch: int  # from 0
+
+
+class ElasticPipeline:
+    """Trains a model on all ranks of the gang; every rank makes one and calls it alike.
+
+    The model's layers are divided among the devices of a pipeline; when `rule` freezes layers, they leave the
+    pipeline, it is packed into fewer devices, and replicas of it fill those that are left.
+
+    Args:
+        model: one that torch.fx can trace, an `nn.Sequential`, or a list of layers (`layers.split`). Equal weights
+            need not be given: rank 0's count.
+        optimizer: of the model's parameters, without a state yet. It stays the same object; so do its groups, for
+            schedulers.
+        loss: (output, target) → the mean over the samples.
+        data: samples, each a pair (input, target), by their number.
+        batch_size: samples of a step, over all ranks.
+        length: devices of the pipeline when nothing is frozen; None: all ranks. It must divide their number; the
+            rest holds replicas. 1: data parallelism alone.
+        schedule: "gpipe", "1f1b" or "interleaved", with `stages_per_device` then.
+        rule: when layers are frozen. None: never.
+        packs: whether the pipeline becomes shorter (AutoPipe). replicates: whether replicas are added (AutoDP).
+        device_bytes: parameters (frozen ones at a sixth) that a device may hold when the pipeline is packed; None: as
+            many as the fullest held when nothing was frozen.
+        micro_batches: of each batch of a replica; None: the fastest for each length is found by trying those from
+            one to six for each device.
+        max_gradient_norm: gradients are scaled to it where their 2-norm is larger.
+        seed, shuffle, drop_last: of the order of samples. collate, workers: as DataLoader's collate_fn, num_workers.
+        device: None: the process' CUDA device where there is one, else the host.
+
+    Raises:
+        CannotSplit, ValueError, RuntimeError (torch.distributed is not initialised).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        *,
+        data: Dataset[Any],
+        batch_size: int,
+        length: int | None = None,
+        schedule: Schedule | str = Schedule.ONE_F_ONE_B,
+        stages_per_device: int = 2,
+        rule: FreezingRule | None = None,
+        packs: bool = True,
+        replicates: bool = True,
+        device_bytes: int | None = None,
+        micro_batches: int | None = None,
+        max_gradient_norm: float | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate: Collate | None = None,
+        workers: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._messages = Messages()
+        self._optimizer, self._loss = optimizer, loss
+        self._schedule = Schedule(schedule)
+        self._stages_per_device = stages_per_device if self._schedule is Schedule.INTERLEAVED else 1
+        self._rule = rule
+        self._packs, self._replicates = packs, replicates
+        self._given_micro_batches = micro_batches
+        self._max_gradient_norm = max_gradient_norm
+        self._residence = Residence(split(model), optimizer, _device(device))
+        self._sizes = [layer.parameter_bytes for layer in self._residence.layers]
+        self._samples = Samples(
+            data, seed=seed, collate=collate, workers=workers, pin=self._residence.device.type == "cuda"
+        )
+        self._order = SampleOrder(
+            samples=self._samples.size, batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
+        )
+        self._length = length if length is not None else self._world_size
+        if not 1 <= self._length <= len(self._sizes) or self._world_size % self._length:
+            raise ValueError(
+                f"a pipeline of {self._length} devices: it must divide the {self._world_size} ranks, and there are "
+                f"{len(self._sizes)} layers"
+            )
+        fullest = balance(self._sizes, self._length).largest_cost
+        self._device_bytes = device_bytes if device_bytes is not None else fullest
+        self._shape = self.shape_for(0)
+        self._micro_batches: dict[int, int] = {}  # that were found the fastest, by length
+        self._done = 0  # steps, since the beginning
+        self._loss_sum, self._loss_steps = torch.zeros((), dtype=torch.float64, device=self._residence.device), 0
+        spread(self._residence, self._shape, rank=self._rank)
+        self._take_shape()
+
+    # ------------------------------------------------------------ where training is
+
+    @property
+    def shape(self) -> Shape:
+        """What is frozen, the stages, the replicas."""
+        return self._shape
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self._done
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step, from 0."""
+        return self._done // self._order.steps_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many there are."""
+        return self._order.steps_per_epoch
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Into how many a replica's batch is divided; None: that will be tried at the next step."""
+        return self._given_micro_batches or self._micro_batches.get(self._shape.length)
+
+    # ------------------------------------------------------------ the loop
+
+    def steps(self) -> Iterator[TrainedStep]:
+        """Trains what is left of the epoch, a step at a time: yields each when it is done.
+
+        The shape may change in between (`adapt`, a restore).
+        """
+        epoch = self.epoch
+        while self.epoch == epoch:
+            shape, done = self._shape, self._done
+            for inputs, targets, samples in self._loaded(epoch):
+                self._train(inputs, targets, samples)
+                done += 1
+                self._done = done
+                yield TrainedStep(number=done, epoch=epoch)
+                if self._shape is not shape or self._done != done:
+                    break
+
+    def adapt(self, metric: float | None = None) -> bool:
+        """Asks the rule, and takes the shape that follows from its answer; whether that is another one.
+
+        To be called at the end of an epoch, or between any two steps. metric: of validation; higher is better.
+        """
+        if self._rule is None:
+            return False
+        evidence = gather(
+            self._residence, self._shape, self._gradients, self._optimizer, self._messages,
+            rank=self._rank, epoch=max(self._done - 1, 0) // self._order.steps_per_epoch, metric=metric,
+        )  # fmt: skip
+        frozen = self._messages.from_first(self._rule.frozen_layers(evidence))
+        if not 0 <= frozen < self._shape.layers:
+            raise ValueError(f"the rule froze {frozen} of {self._shape.layers} layers: the last one must train")
+        shape = self.shape_for(frozen)
+        if shape == self._shape:
+            return False
+        self.take(shape)
+        return True
+
+    def take(self, shape: Shape) -> None:
+        """Takes that shape; weights, optimizer state and the frozen boundary move, and nothing is lost."""
+        self._leave_shape()
+        before, self._shape = self._shape, shape
+        reshape(self._residence, before, shape, rank=self._rank, message_group=self._messages.group)
+        self._take_shape()
+
+    def mean_loss(self) -> float:
+        """Of the steps since it was last asked, nan without one; every rank calls it alike."""
+        total, steps = float(self._loss_sum), self._loss_steps
+        self._loss_sum.zero_()
+        self._loss_steps = 0
+        summed = self._messages.sum([total])[0]
+        return summed / steps if steps else float("nan")
+
+    def evaluate(self, data: Dataset[Any], metric: Metric, *, batch_size: int | None = None) -> float:
+        """The metric's mean over all samples; every rank calls it alike, and gets it."""
+        samples = Samples(data, seed=0)
+        order = SampleOrder(samples=samples.size, batch_size=batch_size or self._order.batch_size, shuffle=False)
+        everything = order.epoch(0)
+        batches = [order.batch(everything, step).tolist() for step in range(order.steps_per_epoch)]
+        modes = [layer.module.training for layer in self._residence.layers]
+        for layer in self._residence.layers:
+            layer.module.eval()
+        total = 0.0
+        try:
+            for inputs, targets, count in self._shared(samples, 0, batches):
+                output = self._replica.output(inputs, count) if self._replica is not None and count else None
+                if output is not None:
+                    total += float(metric(output, targets)) * count
+        finally:
+            for layer, mode in zip(self._residence.layers, modes, strict=True):
+                layer.module.train(mode)
+        return self._messages.sum([total])[0] / samples.size
+
+    # ------------------------------------------------------------ a step
+
+    def _loaded(self, epoch: int) -> Iterator[tuple[Any, Any, int]]:
+        order = self._order.epoch(epoch)
+        first = self._done - epoch * self._order.steps_per_epoch
+        batches = [self._order.batch(order, step).tolist() for step in range(first, self._order.steps_per_epoch)]
+        return self._shared(self._samples, epoch, batches)
+
+    def _shared(
+        self, samples: Samples, epoch: int, batches: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[Any, Any, int]]:
+        """This replica's share of each batch: inputs and targets where this rank needs them, and how many there are."""
+        place, replica = self._shape.place(self._rank), self._replica
+        own = []
+        for batch in batches:
+            share = shares(len(batch), self._shape.replicas)[place.replica] if place is not None else range(0)
+            own.append([batch[position] for position in share])
+        needs = replica is not None and (replica.is_first or replica.is_last)
+        loaded = samples.batches(epoch, [batch for batch in own if batch]) if needs else None
+        for batch in own:
+            if loaded is None or replica is None or not batch:
+                yield None, None, len(batch)
+                continue
+            inputs, targets = next(loaded)
+            if samples_in(inputs) != len(batch):
+                raise ValueError(f"a batch of {len(batch)} samples was collated to {samples_in(inputs)}")
+            yield (
+                self._placed(inputs) if replica.is_first else None,
+                self._placed(targets) if replica.is_last else None,
+                len(batch),
+            )
+
+    def _placed(self, value: Any) -> Any:
+        return mapped(value, lambda tensor: tensor.to(self._residence.device, non_blocking=True))
+
+    def _train(self, inputs: Any, targets: Any, samples: int) -> None:
+        batch = min(self._order.batch_size, self._samples.size - self._place_in_epoch() * self._order.batch_size)
+        count = self._choose_micro_batches(inputs, targets, samples)
+        if self._replica is not None:
+            self._gradients.begin(count * (samples > 0))
+            if samples:
+                loss = self._replica.forward_backward(inputs, targets, samples, count, samples / batch)
+                if loss is not None:
+                    self._loss_sum += loss
+            self._gradients.finish()
+        if self._max_gradient_norm is not None:
+            self._clip(self._max_gradient_norm)
+        if self._rule is not None:
+            self._gradients.note_norms()
+        self._optimizer.step()
+        self._share_buffers()
+        self._loss_steps += 1
+
+    def _place_in_epoch(self) -> int:
+        return self._done % self._order.steps_per_epoch
+
+    def _choose_micro_batches(self, inputs: Any, targets: Any, samples: int) -> int:
+        """Into how many the batch is divided: as is given, or was found to be the fastest, or is found now."""
+        length = self._shape.length
+        wanted = self.micro_batches
+        if wanted is None:
+            share = self._order.batch_size // self._shape.replicas
+            candidates = micro_batch_counts(
+                share, length, _MOST_MICRO_BATCHES * length, devices=length, schedule=self._schedule
+            )  # fmt: skip
+            if self._messages.sum([float(samples < share)])[0]:
+                wanted = candidates[0]  # the last batch of an epoch says little of the others
+            else:
+                wanted = self._micro_batches[length] = fastest(
+                    candidates, lambda count: self._try(inputs, targets, samples, count), self._messages
+                )
+        if not samples:
+            return 1
+        return micro_batch_counts(samples, wanted, wanted, devices=length, schedule=self._schedule)[0]
+
+    def _try(self, inputs: Any, targets: Any, samples: int, wanted: int) -> None:
+        """The passes of a step with that many micro-batches, which leave no trace."""
+        if self._replica is None:
+            return
+        length = self._shape.length
+        count = micro_batch_counts(samples, wanted, wanted, devices=length, schedule=self._schedule)[0]
+        buffers = [buffer for layer in self._residence.held for buffer in self._residence.buffers(layer)]
+        before = [buffer.clone() for buffer in buffers]
+        with rng_state_kept():
+            self._gradients.begin(count)
+            self._replica.forward_backward(inputs, targets, samples, count, 1.0)
+            self._gradients.finish()
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+
+    def _clip(self, limit: float) -> None:
+        square = self._gradients.square_sum().to(self._residence.device)
+        if self._groups.replica is not None:
+            dist.all_reduce(square, group=self._groups.replica)
+        self._gradients.scale(float(torch.clamp(limit / (square.sqrt() + 1e-6), max=1.0)))
+
+    def _share_buffers(self) -> None:
+        """Replicas go on with the first one's running statistics, as DistributedDataParallel's do."""
+        if self._groups.device is None:
+            return
+        source = self._shape.ranks_of_device(self._rank % self._shape.block)[0]
+        for layer in sorted(self._shape.active_of(self._rank)):
+            for buffer in self._residence.buffers(layer):
+                if buffer.is_floating_point():
+                    dist.broadcast(buffer, src=source, group=self._groups.device)
+
+    # ------------------------------------------------------------ shapes
+
+    def shape_for(self, frozen: int) -> Shape:
+        """The shape that is taken when that many layers are frozen."""
+        limit = self._device_bytes if self._packs else 0.0
+        length = shortest_length(self._sizes, self._length, frozen=frozen, limit=limit)
+        active = len(self._sizes) - frozen
+        per_device = min(self._stages_per_device, active // length) if length > 1 else 1
+        return Shape(
+            world_size=self._world_size,
+            replicas=self._world_size // (length if self._replicates else self._length),
+            frozen=frozen,
+            length=length,
+            stages=balance(self._sizes, length * per_device, frozen=frozen).stages,
+        )
+
+    def _take_shape(self) -> None:
+        self._groups = ShapeGroups(self._shape, self._rank)
+        place = self._shape.place(self._rank)
+        self._replica = None
+        if place is not None:
+            self._replica = Replica(
+                self._residence.layers, self._shape, self._loss, rank=self._rank, device=self._residence.device,
+                group=self._groups.replica, schedule=self._schedule,
+            )  # fmt: skip
+        trained = {
+            layer: list(self._residence.trained(layer).values())
+            for layer in sorted(self._shape.active_of(self._rank))
+        }  # fmt: skip
+        self._gradients = Gradients(trained, self._groups.device)
+
+    def _leave_shape(self) -> None:
+        self._gradients.close()
+        self._groups.close()
+
+
+def _device(given: torch.device | str | None) -> torch.device:
+    if given is not None:
+        return torch.device(given)
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device("cpu")

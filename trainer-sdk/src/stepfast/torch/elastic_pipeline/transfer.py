@@ -1,0 +1,130 @@
+"""Layers on their way between ranks: weights, buffers and the optimizer's state, as `moves` says.
+
+Tensors travel over the gang's own group, on whose devices they lie; what they look like, and the numbers among the
+state, over the static message group before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stepfast.torch.elastic_pipeline.residence import Residence, State
+from stepfast.torch.elastic_pipeline.shape import Move, Shape, moves
+
+Groups = Any  # torch's process groups have no public type that is of one mind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Looks:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_on_host: bool
+
+
+def reshape(residence: Residence, before: Shape, after: Shape, *, rank: int, message_group: Groups) -> None:
+    """Moves what the new shape holds elsewhere; every rank of the gang calls it alike."""
+    weights = moves(before, before.held_by, after, after.held_by)
+    states = moves(before, before.optimized_by, after, after.optimized_by)
+    residence.hold(after.held_by(rank))
+    _move_weights(residence, weights, rank)
+    arrived = _move_states(residence, states, rank, message_group)
+    residence.release(after.held_by(rank))
+    for layer, state in arrived.items():
+        residence.put_state(layer, state)
+    residence.train(after.active_of(rank), after.frozen, keeps_frozen_state=rank == 0)
+
+
+def spread(residence: Residence, after: Shape, *, rank: int) -> None:
+    """Gives all ranks rank 0's weights, and leaves each with those of its layers; every rank calls it alike."""
+    for layer in range(after.layers):
+        is_held = layer in after.held_by(rank)
+        residence.hold({layer})
+        for tensor in residence.tensors(layer).values():
+            dist.broadcast(tensor.data, src=0)
+        if not is_held:
+            residence.release(residence.held - {layer})
+    residence.train(after.active_of(rank), after.frozen, keeps_frozen_state=rank == 0)
+
+
+def _move_weights(residence: Residence, travels: Sequence[Move], rank: int) -> None:
+    with _Post(rank) as post:
+        for move in travels:
+            if rank in (move.source, move.target):
+                for tensor in residence.tensors(move.layer).values():
+                    post.carry(tensor.data, move)
+
+
+def _move_states(
+    residence: Residence, travels: Sequence[Move], rank: int, message_group: Groups
+) -> dict[int, dict[str, State]]:
+    """What arrived here, by layer."""
+    sent = {move.layer for move in travels if move.source == rank}
+    said: list[Any] = [None] * dist.get_world_size(message_group)
+    dist.all_gather_object(said, {layer: _described(residence.state(layer)) for layer in sent}, group=message_group)
+    arrived: dict[int, dict[str, State]] = {}
+    returning = []  # tensors that live on the host but travelled on the device
+    with _Post(rank) as post:
+        for move in travels:
+            if rank == move.source:
+                for tensor in _tensors_in(residence.state(move.layer)):
+                    post.carry(tensor.to(residence.device), move)
+            elif rank == move.target:
+                layer = arrived[move.layer] = said[move.source][move.layer]
+                for state in layer.values():
+                    for key, looks in state.items():
+                        if isinstance(looks, _Looks):
+                            state[key] = torch.empty(looks.shape, dtype=looks.dtype, device=residence.device)
+                            post.carry(state[key], move)
+                            if looks.is_on_host:
+                                returning.append((state, key))
+    for state, key in returning:
+        state[key] = state[key].cpu()
+    return arrived
+
+
+def _described(states: dict[str, State]) -> dict[str, State]:
+    return {
+        name: {
+            key: _Looks(shape=tuple(value.shape), dtype=value.dtype, is_on_host=value.is_cpu)
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in state.items()
+        }
+        for name, state in states.items()
+    }
+
+
+def _tensors_in(states: dict[str, State]) -> Iterator[torch.Tensor]:
+    for state in states.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+class _Post:
+    """Tensors between this rank and others; all have arrived when it ends."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._operations: list[dist.P2POp] = []
+
+    def carry(self, tensor: torch.Tensor, move: Move) -> None:
+        if not tensor.numel():
+            return
+        if move.source == self._rank:
+            self._operations.append(dist.P2POp(dist.isend, tensor.contiguous(), move.target))
+        else:
+            self._operations.append(dist.P2POp(dist.irecv, tensor, move.source))
+
+    def __enter__(self) -> _Post:
+        return self
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if kind is None and self._operations:
+            for work in dist.batch_isend_irecv(self._operations):
+                work.wait()
