@@ -32,7 +32,9 @@ def run_gang(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
-                target=_rank, args=(theirs, Path(folder) / "store", rank, world_size, function, arguments), daemon=True
+                target=_rank,
+                args=(theirs, Path(folder) / "store", (rank, world_size), function, arguments),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -61,14 +63,16 @@ def _said(pipe: Connection, deadline: float) -> tuple[str, Any]:
 
 
 def _rank(
-    pipe: Connection, store: Path, rank: int, world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+    pipe: Connection, store: Path, place: tuple[int, int], function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
+    rank, world_size = place
     try:
         timeout = timedelta(seconds=SECONDS)
         dist.init_process_group("gloo", f"file://{store}", timeout=timeout, rank=rank, world_size=world_size)
-        pipe.send_bytes(pickle.dumps(("result", function(*arguments))))  # torch's own pipes share memory, and outlive us
+        said = "result", function(*arguments)
         dist.barrier()  # none ends while another still talks to it
         dist.destroy_process_group()
-    except BaseException:
-        pipe.send_bytes(pickle.dumps(("failure", traceback.format_exc())))
+    except BaseException:  # noqa: BLE001 - it is told, and fails the test
+        said = "failure", traceback.format_exc()
+    pipe.send_bytes(pickle.dumps(said))  # torch's own pipes share memory, which would have to outlive this process

@@ -1,58 +1,66 @@
+"""Whatever its shape, and however often that changes, a gang's training is a single process' training."""
+
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 from typing import Any
-import torch
+
+import pytest
 from gangs import run_gang
-from trainings import BATCH, data, loss, model, optimizer
-from stepfast.torch.elastic_pipeline import ElasticPipeline
-from stepfast.torch.elastic_pipeline.order import SampleOrder
+from torch import nn
+from trainings import Branching, First, Masked, Outcome, Pairs, Training, blocks, distance, train_alone, train_as_rank
+
+TOLERANCE = 1e-12
 
 
-def single(frozen_by_step: dict[int, int], steps: int, clip=None) -> tuple[list[float], dict[str, torch.Tensor]]:
-    network = model()
-    opt = optimizer(network)
-    ds = data()
-    order = SampleOrder(samples=len(ds), batch_size=BATCH)
-    losses = []
-    for step in range(steps):
-        if step in frozen_by_step:
-            for i, block in enumerate(network):
-                for p in block.parameters():
-                    p.requires_grad_(i >= frozen_by_step[step])
-        epoch, place = divmod(step, order.steps_per_epoch)
-        picked = order.batch(order.epoch(epoch), place)
-        x, y = ds[picked]
-        opt.zero_grad()
-        l = loss(network(x), y)
-        l.backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(network.parameters(), clip)
-        opt.step()
-        losses.append(l.item())
-    return losses, {k: v.detach() for k, v in network.state_dict().items()}
+def pairs() -> nn.ModuleList:
+    return nn.ModuleList([*(Masked() for _ in range(5)), First()])
 
 
-def elastic(changes, steps, options) -> Any:
-    network = model(seed=torch.distributed.get_rank())
-    if torch.distributed.get_rank() == 0:
-        network = model()
-    training = ElasticPipeline(network, optimizer(network), loss, data=data(), batch_size=BATCH, **options)
-    losses, shapes = [], []
-    while training.step < steps:
-        for step in training.steps():
-            losses.append(training.mean_loss())
-            if step.number in changes:
-                training.take(training.shape_for(changes[step.number]))
-            shapes.append(training.shape.to_document())
-            if training.step == steps:
-                break
-    held = {n: t.detach().clone() for layer in training._residence.held for n, t in training._residence.tensors(layer).items()}
-    return losses, held, shapes
+def check(training: Training, world_size: int) -> list[Outcome]:
+    expected = train_alone(training)
+    outcomes = run_gang(world_size, train_as_rank, training)
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(expected.losses, rel=0, abs=TOLERANCE)
+        assert distance(outcome.weights, expected.weights) < TOLERANCE
+        assert distance(outcome.moments, expected.moments) < TOLERANCE
+    everything = expected.weights.keys()
+    assert everything == {name for outcome in outcomes for name in outcome.weights}
+    assert outcomes[0].shapes == outcomes[-1].shapes
+    return outcomes
 
 
-def test_all():
-    changes = {3: 4, 5: 6, 8: 7, 11: 2}
-    want, params = single(changes, 14)
-    for r, (losses, held, shapes) in enumerate(run_gang(8, elastic, changes, 14, dict(length=8, device_bytes=10**4))):
-        if r == 0:
-            print([(s["frozen"], s["length"], s["replicas"]) for s in shapes])
-        print(r, max(abs(a - b) for a, b in zip(losses, want)), max((held[n] - params[n]).abs().max() for n in held))
+# A block has 174 parameters; with these bytes pipelines of 4, 2 and 1 devices have room for what is left.
+ROOM = {"length": 8, "device_bytes": int(2.2 * 174 * 8), "micro_batches": 1}
+
+
+def test_a_pipeline_of_eight_becomes_eight_replicas_and_a_pipeline_again() -> None:
+    training = Training(
+        model=blocks, steps=17, max_gradient_norm=0.5, changes={3: 4, 5: 6, 8: 7, 12: 0, 14: 7}, options=ROOM
+    )
+    shapes = check(training, 8)[0].shapes
+    after = {step: shapes[step - 1] for step in (1, 3, 5, 8, 12, 14)}
+    assert after == {1: (0, 8, 1), 3: (4, 4, 2), 5: (6, 2, 4), 8: (7, 1, 8), 12: (0, 8, 1), 14: (7, 1, 8)}
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        pytest.param(blocks, {"length": 4, "schedule": "gpipe", "micro_batches": 1}, id="gpipe"),
+        pytest.param(blocks, {"length": 4, "schedule": "1f1b"}, id="1f1b, micro-batches found by trying"),
+        pytest.param(
+            blocks, {"length": 2, "schedule": "interleaved", "stages_per_device": 2}, id="two replicas, interleaved"
+        ),
+        pytest.param(Branching, {"length": 2}, id="a traced model"),
+        pytest.param(pairs, {"length": 2, "data": Pairs}, id="layers that take and give pairs"),
+        pytest.param(blocks, {"length": 4, "replicates": False, "micro_batches": 1}, id="no replicas: ranks rest"),
+        pytest.param(blocks, {"length": 4, "packs": False, "micro_batches": 1}, id="no packing"),
+        pytest.param(blocks, {"length": 1, "micro_batches": 1}, id="data parallelism alone"),
+    ],
+)
+def test_every_kind_of_pipeline_trains_as_one_process(
+    model: Callable[[], nn.Module], options: Mapping[str, Any]
+) -> None:
+    given = dict(options)
+    data = {"data": given.pop("data")} if "data" in given else {}
+    check(Training(model=model, steps=8, changes={2: 4, 4: 5, 7: 1}, options=given, **data), 4)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
-from stepfast.torch.elastic_pipeline import ElasticPipeline
+from stepfast.torch.elastic_pipeline import ElasticPipeline, split
+from stepfast.torch.elastic_pipeline.order import SampleOrder
 
 WIDTH = 6
 SAMPLES = 44
-BATCH = 16
+BATCH = 16  # the third and last batch of an epoch has 12
+
+Tensors = dict[str, torch.Tensor]
 
 
 class Block(nn.Module):
@@ -26,12 +31,70 @@ class Block(nn.Module):
         self.outer = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(torch.tanh(self.inner(self.norm(x))))
+        y: torch.Tensor = x + self.outer(torch.tanh(self.inner(self.norm(x))))
+        return y
 
 
-def model(blocks: int = 8, seed: int = 1) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(*(Block() for _ in range(blocks))).double()
+def blocks(count: int = 8) -> nn.Sequential:
+    """Alike in size, so that a pipeline's stages are."""
+    return nn.Sequential(*(Block() for _ in range(count)))
+
+
+class Branching(nn.Module):
+    """Traced by torch.fx: a stem, residual blocks whose skips no stage may cut, a head, a weight used twice in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        x = torch.tanh(self.twice(torch.tanh(self.twice(x)))) + x
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class Masked(nn.Module):
+    """Takes and gives a pair, as layers of encoders do: what is masked stays out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair: Any, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        x, mask = (pair, mask) if mask is not None else pair
+        return x + torch.tanh(self.linear(x)) * mask, mask
+
+
+class First(nn.Module):
+    """Of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = self.linear(pair if mask is not None else pair[0])
+        return y
+
+
+class Pairs(Dataset[Any]):
+    """Inputs of two tensors."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = data().tensors
+        self.masks = (self.inputs > 0).double()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.inputs[index], self.masks[index]), self.targets[index]
 
 
 def data() -> TensorDataset:
@@ -40,8 +103,113 @@ def data() -> TensorDataset:
     return TensorDataset(inputs, torch.sin(inputs.sum(dim=1, keepdim=True)).expand(-1, WIDTH).contiguous())
 
 
-def optimizer(network: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.1)
-
-
 loss = nn.functional.mse_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, and how."""
+
+    model: Callable[[], nn.Module]
+    steps: int = 14
+    data: Callable[[], Dataset[Any]] = data
+    learning_rate: float = 0.01
+    max_gradient_norm: float | None = None
+    changes: Mapping[int, int] = field(default_factory=dict)  # after which step how many layers are frozen
+    options: Mapping[str, Any] = field(default_factory=dict)  # the ElasticPipeline's
+
+    def make(self, seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        """The model, its optimizer with two groups, and a scheduler."""
+        torch.manual_seed(seed)
+        network = self.model().double()
+        weights = [parameter for parameter in network.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate)
+        return network, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+
+    def pipeline(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> ElasticPipeline:
+        """Of them; every rank of the gang calls it."""
+        return ElasticPipeline(
+            list(network) if isinstance(network, nn.ModuleList) else network, optimizer, loss, data=self.data(),
+            batch_size=BATCH, max_gradient_norm=self.max_gradient_norm, **self.options,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of it, on a rank."""
+
+    losses: list[float]
+    weights: Tensors  # by name, of the layers that are held
+    moments: Tensors  # exp_avg by the parameter's name
+    shapes: list[tuple[int, int, int]]  # frozen, length, replicas after each step
+
+
+def train_alone(training: Training) -> Outcome:
+    """With plain torch, in this process: what a gang's outcome has to be."""
+    network, optimizer, scheduler = training.make()
+    layers = split(list(network) if isinstance(network, nn.ModuleList) else network)
+    samples = training.data()
+    order = SampleOrder(samples=SAMPLES, batch_size=BATCH)
+    losses = []
+    for step in range(training.steps):
+        epoch, place = divmod(step, order.steps_per_epoch)
+        picked = [samples[int(index)] for index in order.batch(order.epoch(epoch), place)]
+        inputs, targets = torch.utils.data.default_collate(picked)
+        optimizer.zero_grad()
+        error = loss(_applied(network, inputs), targets)
+        error.backward()  # type: ignore[no-untyped-call] # torch's
+        if training.max_gradient_norm is not None:
+            nn.utils.clip_grad_norm_(network.parameters(), training.max_gradient_norm)
+        optimizer.step()
+        scheduler.step()
+        losses.append(error.item())
+        if (frozen := training.changes.get(step + 1)) is not None:
+            for number, layer in enumerate(layers):
+                for parameter in layer.module.parameters():
+                    parameter.requires_grad_(number >= frozen)
+                    parameter.grad = None
+    return _outcome(network, optimizer, losses, [])
+
+
+def _applied(network: nn.Module, inputs: Any) -> Any:
+    if not isinstance(network, nn.ModuleList):
+        return network(inputs)
+    for layer in network:
+        inputs = layer(inputs)
+    return inputs
+
+
+def train_as_rank(training: Training) -> Outcome:
+    """By a gang: what this rank has of it. Rank 0's weights count: the others begin with other ones."""
+    network, optimizer, scheduler = training.make(seed=1 + dist.get_rank())
+    pipeline = training.pipeline(network, optimizer)
+    losses, shapes = [], []
+    for _ in pipeline.epochs(training.steps):
+        for step in pipeline.steps():
+            scheduler.step()
+            losses.append(pipeline.mean_loss())
+            if (frozen := training.changes.get(step.number)) is not None:
+                pipeline.take(pipeline.shape_for(frozen))
+            shapes.append((pipeline.shape.frozen, pipeline.shape.length, pipeline.shape.replicas))
+            if step.number == training.steps:
+                return _outcome(network, optimizer, losses, shapes)
+    raise AssertionError("an epoch has steps")
+
+
+def _outcome(
+    network: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float], shapes: list[tuple[int, int, int]]
+) -> Outcome:
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    return Outcome(
+        losses=losses,
+        weights={name: tensor.detach() for name, tensor in network.state_dict().items() if tensor.numel()},
+        moments={names[id(parameter)]: state["exp_avg"] for parameter, state in optimizer.state.items()},
+        shapes=shapes,
+    )
+
+
+def distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    """The largest difference between tensors of one name; all names of the one are in the other."""
+    return max((float((tensor - other[name]).abs().max()) for name, tensor in one.items()), default=0.0)

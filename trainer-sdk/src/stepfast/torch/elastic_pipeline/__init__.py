@@ -8,6 +8,7 @@ from stepfast.torch.elastic_pipeline.freezing import (
     Evidence,
     FreezingRule,
     GradientNormRule,
+    GuardedRule,
     LayerEvidence,
     MomentRule,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "Evidence",
     "FreezingRule",
     "GradientNormRule",
+    "GuardedRule",
     "Layer",
     "LayerEvidence",
     "MomentRule",

@@ -6,7 +6,7 @@ needs no further word. Its `state_dict` is part of the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,7 +58,7 @@ class _Stateless:
 
 
 class GradientNormRule(_Stateless):
-    """PipeTransformer's own (ICML 2021, section 3.2): up to the layer whose gradient is smallest, at most α of the rest.
+    """PipeTransformer's own (ICML 2021, section 3.2): up to the layer of the smallest gradient, at most α of the rest.
 
     L_T = min(L_{T-1} + α (L - L_{T-1}), argmin over ℓ ≥ L_{T-1} of ‖g_ℓ‖), layers counted from 0, and L_0 = 0.
     """
@@ -96,6 +96,62 @@ class MomentRule(_Stateless):
                 break
             frozen += 1
         return frozen
+
+
+class GuardedRule:
+    """Another rule, whose freezing is undone where the validation metric says that it costs something.
+
+    When layers are frozen and the metric has made no gain for `patience` questions, all layers train again. If that
+    brings a gain, the rule is asked anew from there; if it brings none within `patience` questions, the layers are
+    frozen again, since training has simply converged, and the next doubt takes twice as long.
+
+    min_gain: by how much the best metric so far must be surpassed.
+    """
+
+    def __init__(self, rule: FreezingRule, *, patience: int = 2, min_gain: float = 0.0) -> None:
+        if patience < 1 or min_gain < 0:
+            raise ValueError(f"patience is at least 1, min_gain at least 0: not {patience} and {min_gain}")
+        self._rule, self._patience, self._min_gain = rule, patience, min_gain
+        self._best: float | None = None
+        self._without_gain = 0
+        self._doubt = patience  # questions without a gain until frozen layers are doubted
+        self._trial: int | None = None  # while all layers train on trial: how many were frozen before
+
+    def frozen_layers(self, evidence: Evidence) -> int:
+        if evidence.metric is None:
+            raise ValueError("GuardedRule needs a validation metric: adapt(metric)")
+        has_gained = self._best is None or evidence.metric > self._best + self._min_gain
+        self._without_gain = 0 if has_gained else self._without_gain + 1
+        if has_gained:
+            self._best = evidence.metric
+        if self._trial is not None:
+            return self._judge_trial(evidence, has_gained=has_gained)
+        if evidence.frozen and self._without_gain >= self._doubt:
+            self._trial, self._without_gain = evidence.frozen, 0
+            return 0
+        return self._rule.frozen_layers(evidence)
+
+    def _judge_trial(self, evidence: Evidence, *, has_gained: bool) -> int:
+        before = self._trial
+        assert before is not None
+        if has_gained:
+            self._trial, self._doubt = None, self._patience
+        elif self._without_gain >= self._patience:
+            self._trial, self._without_gain = None, 0
+            self._doubt *= 2
+            return before
+        return evidence.frozen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rule": self._rule.state_dict(), "best": self._best, "withoutGain": self._without_gain,
+            "doubt": self._doubt, "trial": self._trial,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._rule.load_state_dict(state["rule"])
+        self._best, self._without_gain = state["best"], state["withoutGain"]
+        self._doubt, self._trial = state["doubt"], state["trial"]
 
 
 def checked_share(alpha: float) -> float:

@@ -28,7 +28,7 @@ class Gradients:
         self._buckets = [_Bucket(parameters) for parameters in _divided(self._layers)]
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._note)
+            parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call] # torch's
             for parameters in self._layers.values()
             for parameter in parameters
         ]
@@ -86,6 +86,14 @@ class Gradients:
             known = self._squares.get(layer)
             self._squares[layer] = square if known is None else known + square
 
+    def noted(self) -> tuple[int, dict[int, torch.Tensor]]:
+        """Steps, and the sum of squared norms for each layer, of what `mean_squares` would tell."""
+        return self._steps, self._squares
+
+    def take_up(self, steps: int, squares: Mapping[int, torch.Tensor]) -> None:
+        """Goes on from what `noted` said."""
+        self._steps, self._squares = steps, dict(squares)
+
     def mean_squares(self) -> dict[int, float]:
         """The mean over the noted steps of each layer's squared 2-norm; and forgets them."""
         found = {layer: float(square) / self._steps for layer, square in self._squares.items()}
@@ -123,7 +131,7 @@ class _Bucket:
         self.left = 0  # gradients to come in this step
         first = parameters[0]
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        parts = self.flat.split([p.numel() for p in parameters])
+        parts = torch.split(self.flat, [p.numel() for p in parameters])
         self._views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
     def begin(self, passes: int) -> None:
@@ -137,8 +145,8 @@ def _divided(layers: Mapping[int, Sequence[nn.Parameter]]) -> list[list[nn.Param
     """Parameters by bucket, of one dtype each, the last first."""
     buckets: list[list[nn.Parameter]] = []
     size = 0
-    for layer in reversed(layers):
-        for parameter in reversed(layers[layer]):
+    for parameters in reversed(list(layers.values())):
+        for parameter in reversed(parameters):
             is_other = bool(buckets) and buckets[-1][0].dtype != parameter.dtype
             if not buckets or is_other or size >= BUCKET_BYTES:
                 buckets.append([])

@@ -13,13 +13,16 @@ from stepfast.torch.elastic_pipeline.shape import Shape
 class ShapeGroups:
     """Of one rank in one shape: its replica's, for the pipeline; that of its layers' ranks, for gradients.
 
-    None where the rank is alone in it, or rests.
+    None where the rank is alone in it, or rests. Every rank of the gang makes one at the same time: torch names groups
+    by how many a rank has seen made, so that all of them have to see all of them.
     """
 
     def __init__(self, shape: Shape, rank: int) -> None:
+        replicas = [_group(shape.ranks_of_replica(replica)) for replica in range(shape.replicas)]
+        devices = [_group(shape.ranks_of_device(device)) for device in range(shape.length)]
         place = shape.place(rank)
-        self.replica = None if place is None else _group(shape.ranks_of_replica(place.replica))
-        self.device = None if place is None else _group(shape.ranks_of_device(place.device))
+        self.replica = None if place is None else replicas[place.replica]
+        self.device = None if place is None else devices[place.device]
 
     def close(self) -> None:
         """Ends them."""
@@ -54,7 +57,4 @@ class Messages:
 
 
 def _group(ranks: range) -> Any:
-    if len(ranks) == 1:
-        return None
-    # Only the members make it: other pipelines do so for themselves at the same time.
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    return dist.new_group(list(ranks)) if len(ranks) > 1 else None

@@ -109,7 +109,7 @@ def _segments(model: nn.Module) -> Iterator[_Piece]:
     graph = _traced(model)
     body = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     first = next(node for node in graph.nodes if node.op == "placeholder")
-    cuts = _cuts(graph, body)
+    cuts = _cuts(model, graph, body)
     begin, given = 0, first
     for end in [*cuts, len(body)]:
         nodes = body[begin:end]
@@ -141,23 +141,25 @@ def _traced(model: nn.Module) -> fx.Graph:
     return graphs[0]
 
 
-def _cuts(graph: fx.Graph, body: Sequence[fx.Node]) -> list[int]:
+def _cuts(model: nn.Module, graph: fx.Graph, body: Sequence[fx.Node]) -> list[int]:
     """Before which nodes of the body a layer may begin: one value lives there, and it is what the node before gives."""
     place = {node: index for index, node in enumerate(body)}
     output = next(node for node in graph.nodes if node.op == "output")
     spans: list[tuple[int, int]] = []  # from the node that makes a value to the last that takes it
-    uses: dict[str, list[int]] = {}  # of what the model holds, by name
+    uses: dict[int, list[int]] = {}  # of the model's parameters and buffers, by identity
     single = set()
     for node in graph.nodes:
         takers = [place.get(user, len(body)) for user in node.users]
         if node.op == "get_attr":
-            uses.setdefault(node.target, []).extend(takers)
+            uses.setdefault(id(operator.attrgetter(node.target)(model)), []).extend(takers)
         elif node is not output and takers:
             spans.append((place.get(node, -1), max(takers)))
             if not any(user.target in (operator.getitem, getattr) for user in node.users):
                 single.add(place.get(node, -1))
         if node.op == "call_module":
-            uses.setdefault(node.target, []).append(place[node])
+            module = model.get_submodule(node.target)
+            for tensor in (*module.parameters(), *module.buffers()):
+                uses.setdefault(id(tensor), []).append(place[node])
     tied = [(min(places), max(places)) for places in uses.values() if places]
     cuts = []
     for index in range(1, len(body)):

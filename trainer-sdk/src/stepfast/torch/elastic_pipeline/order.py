@@ -7,7 +7,6 @@ twice in an epoch whatever the gang's shape does meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 

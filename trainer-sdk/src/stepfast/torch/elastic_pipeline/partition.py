@@ -3,7 +3,7 @@
 A layer costs its parameters' bytes, a stand-in for what training it takes of a device; a frozen one, which needs no
 gradients, no moments and no activations for a backward pass, the share `FROZEN_COST` of them. Frozen layers are a
 prefix of the model and run ahead of the pipeline on its first device, so all of them count for the first stage.
-After PipeTransformer (ICML 2021), algorithm 1, which balances greedily; here the dearest stage is as cheap as it can be.
+After PipeTransformer (ICML 2021), algorithm 1, which balances greedily; here the dearest stage is as cheap as can be.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One rank's work in one replica of the pipeline: the forward and backward passes of a batch, in micro-batches.
 
-A pipeline of one device needs no pipelining: the passes follow each other. Longer ones are torch.distributed.pipelining's
-schedules. Frozen layers run ahead of the first stage, without gradients, as part of it: so they overlap with the others.
+A pipeline of one device needs no pipelining: the passes follow each other. For longer ones there are the schedules of
+torch.distributed.pipelining. Frozen layers run at the head of the first stage, without gradients, and overlap with the
+other stages so.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 
 from stepfast.torch.elastic_pipeline.layers import Layer
 from stepfast.torch.elastic_pipeline.shape import Shape
-from stepfast.torch.elastic_pipeline.values import Value, mapped, parts, samples_in
+from stepfast.torch.elastic_pipeline.values import Value, parts
 
 Loss = Callable[[Any, Any], torch.Tensor]  # (output, target) → the mean over the samples
 
@@ -80,7 +80,8 @@ class Replica:
         targets = None if target is None else parts(target, sizes)
         share = weight / micro_batches
         if self._shape.length == 1:
-            assert batches is not None and targets is not None  # its first device is its last
+            assert batches is not None  # its first device is its last
+            assert targets is not None
             losses = []
             for inputs, wanted in zip(batches, targets, strict=True):
                 loss = self._loss(self._run(inputs), wanted) * share

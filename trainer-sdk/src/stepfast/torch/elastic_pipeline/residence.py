@@ -57,6 +57,10 @@ class Residence:
         """A layer's parameters and buffers by their names in the model; empty ones where it is not held."""
         return {item.name: item.tensor for item in self._tensors[layer]}
 
+    def looks(self, layer: int) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of a layer's tensors where it is held."""
+        return {item.name: (item.shape, item.tensor.dtype) for item in self._tensors[layer]}
+
     def buffers(self, layer: int) -> list[torch.Tensor]:
         """A layer's buffers."""
         return [item.tensor for item in self._tensors[layer] if not isinstance(item.tensor, nn.Parameter)]

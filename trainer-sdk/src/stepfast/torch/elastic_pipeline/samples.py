@@ -40,8 +40,8 @@ class Samples:
     def is_random(self) -> bool:
         """Whether fetching a sample draws random numbers, as its first one shows."""
         if self._is_random is None:
-            self.data[0]  # what it imports or sets up when it is first asked is no part of the question
             with rng_state_kept():
+                self.data[0]  # what it imports or sets up when it is first asked is no part of the question
                 before = _fingerprint()
                 self.data[0]
                 self._is_random = before != _fingerprint()

@@ -1,4 +1,4 @@
-"""How a gang trains a model at a moment: what is frozen, the stages of a pipeline, and whose rank each of them is. Pure.
+"""How a gang trains a model at a moment: what is frozen, a pipeline's stages, and whose rank each of them is. Pure.
 
 Every replica of the pipeline has a block of neighbouring ranks to itself, so that it lies within a node. A pipeline
 that is packed into half of its ranks leaves the other half to a replica, and both hold what the former held already;
@@ -7,7 +7,7 @@ where no replica may be added, they rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,9 @@ class Shape:
         begin = self.frozen
         for stage in self.stages:
             if stage.start != begin or not stage:
-                raise ValueError(f"the stages {list(self.stages)} are not one behind the other from layer {self.frozen}")
+                raise ValueError(
+                    f"the stages {list(self.stages)} are not one behind the other from layer {self.frozen}"
+                )
             begin = stage.stop
 
     @property
@@ -88,6 +90,19 @@ class Shape:
     def optimized_by(self, rank: int) -> frozenset[int]:
         """The layers whose optimizer state a rank holds: those that it trains; rank 0 keeps the frozen ones' too."""
         return self.active_of(rank).union(range(self.frozen)) if rank == 0 else self.active_of(rank)
+
+    def owners(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """For each layer the rank that saves it, of those that hold all of it: as many bytes each as can be.
+
+        `sizes`: of the layers, in bytes. Frozen ones are rank 0's.
+        """
+        loads = [0] * self.world_size
+        found = [0] * self.layers
+        for layer in range(self.frozen, self.layers):
+            ranks = self.ranks_of_device(self.device_of(layer))
+            found[layer] = min(ranks, key=lambda rank: (loads[rank], rank))
+            loads[found[layer]] += sizes[layer]
+        return tuple(found)
 
     def to_document(self) -> dict[str, Any]:
         """As JSON."""

@@ -1,4 +1,4 @@
-"""ElasticPipeline: what training code holds. A model trained by a pipeline that becomes shorter and wider as it freezes.
+"""ElasticPipeline: what training code holds. A pipeline that becomes shorter and wider as its model's layers freeze.
 
 Global batches stay what they are, whatever the shape: each step trains on the same samples with gradients of the same
 mean, so a change of shape changes the speed and nothing else.
@@ -7,8 +7,8 @@ mean, so a change of shape changes the speed and nothing else.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -28,12 +28,13 @@ from stepfast.torch.elastic_pipeline.replica import Loss, Replica, Schedule, mic
 from stepfast.torch.elastic_pipeline.residence import Residence
 from stepfast.torch.elastic_pipeline.samples import Collate, Samples
 from stepfast.torch.elastic_pipeline.shape import Shape
-from stepfast.torch.elastic_pipeline.transfer import reshape, spread
+from stepfast.torch.elastic_pipeline.transfer import LayerState, gather_layers, reshape, spread
 from stepfast.torch.elastic_pipeline.values import mapped, samples_in
 from stepfast.torch.rng import rng_state_kept
 
 Metric = Callable[[Any, Any], torch.Tensor]  # (output, target) → the mean over the samples
 
+_VERSION = 1  # of the state
 _MOST_MICRO_BATCHES = 6  # a device, at most: PipeTransformer, section 4.1
 
 
@@ -66,8 +67,8 @@ class ElasticPipeline:
         packs: whether the pipeline becomes shorter (AutoPipe). replicates: whether replicas are added (AutoDP).
         device_bytes: parameters (frozen ones at a sixth) that a device may hold when the pipeline is packed; None: as
             many as the fullest held when nothing was frozen.
-        micro_batches: of each batch of a replica; None: the fastest for each length is found by trying those from
-            one to six for each device.
+        micro_batches: into which a replica's batch is divided, for each device of the pipeline (as near as they can
+            be alike); None: from one to six, the fastest for each length, found by trying them once.
         max_gradient_norm: gradients are scaled to it where their 2-norm is larger.
         seed, shuffle, drop_last: of the order of samples. collate, workers: as DataLoader's collate_fn, num_workers.
         device: None: the process' CUDA device where there is one, else the host.
@@ -128,6 +129,7 @@ class ElasticPipeline:
         self._shape = self.shape_for(0)
         self._micro_batches: dict[int, int] = {}  # that were found the fastest, by length
         self._done = 0  # steps, since the beginning
+        self._epoch = self._place = 0  # epochs that are over; steps that are done of this one
         self._loss_sum, self._loss_steps = torch.zeros((), dtype=torch.float64, device=self._residence.device), 0
         spread(self._residence, self._shape, rank=self._rank)
         self._take_shape()
@@ -146,8 +148,8 @@ class ElasticPipeline:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next step, from 0."""
-        return self._done // self._order.steps_per_epoch
+        """Epochs that are over."""
+        return self._epoch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -157,36 +159,46 @@ class ElasticPipeline:
     @property
     def micro_batches(self) -> int | None:
         """Into how many a replica's batch is divided; None: that will be tried at the next step."""
-        return self._given_micro_batches or self._micro_batches.get(self._shape.length)
+        given, length = self._given_micro_batches, self._shape.length
+        return given * length if given is not None else self._micro_batches.get(length)
 
     # ------------------------------------------------------------ the loop
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs until there are so many, from where training stands.
+
+        An epoch is over when the loop comes back for the next one: a restore to its last step yields it once more,
+        without steps, so that what is done at its end (`adapt`) is done.
+        """
+        while self._epoch < count:
+            yield self._epoch
+            self._epoch, self._place = self._epoch + 1, 0
 
     def steps(self) -> Iterator[TrainedStep]:
         """Trains what is left of the epoch, a step at a time: yields each when it is done.
 
-        The shape may change in between (`adapt`, a restore).
+        The shape may change in between (`adapt`).
         """
-        epoch = self.epoch
-        while self.epoch == epoch:
+        while self._place < self._order.steps_per_epoch:
             shape, done = self._shape, self._done
-            for inputs, targets, samples in self._loaded(epoch):
+            for inputs, targets, samples in self._loaded():
                 self._train(inputs, targets, samples)
-                done += 1
-                self._done = done
-                yield TrainedStep(number=done, epoch=epoch)
+                self._done = done = done + 1
+                self._place += 1
+                yield TrainedStep(number=done, epoch=self._epoch)
                 if self._shape is not shape or self._done != done:
-                    break
+                    break  # the rest is loaded anew, in other shares
 
     def adapt(self, metric: float | None = None) -> bool:
         """Asks the rule, and takes the shape that follows from its answer; whether that is another one.
 
-        To be called at the end of an epoch, or between any two steps. metric: of validation; higher is better.
+        To be called at the end of an epoch. metric: of validation; higher is better.
         """
         if self._rule is None:
             return False
         evidence = gather(
             self._residence, self._shape, self._gradients, self._optimizer, self._messages,
-            rank=self._rank, epoch=max(self._done - 1, 0) // self._order.steps_per_epoch, metric=metric,
+            rank=self._rank, epoch=self._epoch, metric=metric,
         )  # fmt: skip
         frozen = self._messages.from_first(self._rule.frozen_layers(evidence))
         if not 0 <= frozen < self._shape.layers:
@@ -232,17 +244,90 @@ class ElasticPipeline:
                 layer.module.train(mode)
         return self._messages.sum([total])[0] / samples.size
 
+    # ------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's share of all there is to go on from, in its own memory: each layer is in one rank's."""
+        owners = self._shape.owners(self._sizes)
+        noted, squares = self._gradients.noted()
+        return {
+            "version": _VERSION,
+            "step": self._done,
+            "epoch": self._epoch,
+            "place": self._place,
+            "order": asdict(self._order),
+            "shape": self._shape.to_document(),
+            "microBatches": dict(self._micro_batches),
+            "rule": self._rule.state_dict() if self._rule is not None else None,
+            "groups": [_without_parameters(group) for group in self._optimizer.param_groups],
+            "notedSteps": noted,
+            "layers": {
+                layer: {
+                    "tensors": self._residence.tensors(layer),
+                    "optimizer": self._residence.state(layer),
+                    "square": squares.get(layer),
+                }
+                for layer, owner in enumerate(owners)
+                if owner == self._rank
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there, at the shape that it was saved at; every rank calls it, with the state that it saved.
+
+        Raises ValueError where it is not this training's: other layers, other data, another order.
+        """
+        self._check(state)
+        shape = Shape.from_document(state["shape"])
+        if shape.world_size != self._world_size or shape.layers != len(self._sizes):
+            raise ValueError(
+                f"it was saved by {shape.world_size} ranks with {shape.layers} layers, and these are "
+                f"{self._world_size} with {len(self._sizes)}"
+            )
+        given = {
+            layer: LayerState(tensors=item["tensors"], states=item["optimizer"])
+            for layer, item in state["layers"].items()
+        }
+        self._leave_shape()
+        self._shape = shape
+        gather_layers(self._residence, given, shape, rank=self._rank, message_group=self._messages.group)
+        self._done, self._epoch, self._place = state["step"], state["epoch"], state["place"]
+        self._micro_batches = dict(state["microBatches"])
+        for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
+            group.update(saved)
+        if self._rule is not None and state["rule"] is not None:
+            self._rule.load_state_dict(state["rule"])
+        self._take_shape()
+        squares = {layer: item["square"] for layer, item in state["layers"].items() if item["square"] is not None}
+        self._gradients.take_up(state["notedSteps"], self._all_squares(squares))
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        if state.get("version") != _VERSION:
+            raise ValueError(f"an elastic pipeline's state of version {state.get('version')}, not {_VERSION}")
+        if state["order"] != asdict(self._order):
+            raise ValueError(f"the samples' order was {state['order']}, and is {asdict(self._order)} now")
+        if len(state["groups"]) != len(self._optimizer.param_groups):
+            raise ValueError(
+                f"the optimizer had {len(state['groups'])} groups, and has {len(self._optimizer.param_groups)} now"
+            )
+
+    def _all_squares(self, own: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What owners say of each layer, for the layers that this rank trains."""
+        found = self._messages.sum([float(own.get(layer, 0.0)) for layer in range(len(self._sizes))])
+        device = self._residence.device
+        return {
+            layer: torch.tensor(found[layer], dtype=torch.float64, device=device)
+            for layer in sorted(self._shape.active_of(self._rank))
+        }
+
     # ------------------------------------------------------------ a step
 
-    def _loaded(self, epoch: int) -> Iterator[tuple[Any, Any, int]]:
-        order = self._order.epoch(epoch)
-        first = self._done - epoch * self._order.steps_per_epoch
-        batches = [self._order.batch(order, step).tolist() for step in range(first, self._order.steps_per_epoch)]
-        return self._shared(self._samples, epoch, batches)
+    def _loaded(self) -> Iterator[tuple[Any, Any, int]]:
+        order = self._order.epoch(self._epoch)
+        left = range(self._place, self._order.steps_per_epoch)
+        return self._shared(self._samples, self._epoch, [self._order.batch(order, step).tolist() for step in left])
 
-    def _shared(
-        self, samples: Samples, epoch: int, batches: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[Any, Any, int]]:
+    def _shared(self, samples: Samples, epoch: int, batches: Sequence[Sequence[int]]) -> Iterator[tuple[Any, Any, int]]:
         """This replica's share of each batch: inputs and targets where this rank needs them, and how many there are."""
         place, replica = self._shape.place(self._rank), self._replica
         own = []
@@ -268,7 +353,7 @@ class ElasticPipeline:
         return mapped(value, lambda tensor: tensor.to(self._residence.device, non_blocking=True))
 
     def _train(self, inputs: Any, targets: Any, samples: int) -> None:
-        batch = min(self._order.batch_size, self._samples.size - self._place_in_epoch() * self._order.batch_size)
+        batch = min(self._order.batch_size, self._samples.size - self._place * self._order.batch_size)
         count = self._choose_micro_batches(inputs, targets, samples)
         if self._replica is not None:
             self._gradients.begin(count * (samples > 0))
@@ -284,9 +369,6 @@ class ElasticPipeline:
         self._optimizer.step()
         self._share_buffers()
         self._loss_steps += 1
-
-    def _place_in_epoch(self) -> int:
-        return self._done % self._order.steps_per_epoch
 
     def _choose_micro_batches(self, inputs: Any, targets: Any, samples: int) -> int:
         """Into how many the batch is divided: as is given, or was found to be the fastest, or is found now."""
@@ -342,8 +424,10 @@ class ElasticPipeline:
 
     def shape_for(self, frozen: int) -> Shape:
         """The shape that is taken when that many layers are frozen."""
-        limit = self._device_bytes if self._packs else 0.0
-        length = shortest_length(self._sizes, self._length, frozen=frozen, limit=limit)
+        length = self._length
+        if frozen:
+            limit = self._device_bytes if self._packs else 0.0
+            length = shortest_length(self._sizes, length, frozen=frozen, limit=limit)
         active = len(self._sizes) - frozen
         per_device = min(self._stages_per_device, active // length) if length > 1 else 1
         return Shape(
@@ -372,6 +456,10 @@ class ElasticPipeline:
     def _leave_shape(self) -> None:
         self._gradients.close()
         self._groups.close()
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _device(given: torch.device | str | None) -> torch.device:

@@ -6,7 +6,7 @@ state, over the static message group before that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,14 @@ from stepfast.torch.elastic_pipeline.residence import Residence, State
 from stepfast.torch.elastic_pipeline.shape import Move, Shape, moves
 
 Groups = Any  # torch's process groups have no public type that is of one mind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerState:
+    """What is saved of a layer: parameters and buffers, and the optimizer's state of each, by names in the model."""
+
+    tensors: Mapping[str, torch.Tensor]
+    states: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,51 @@ def spread(residence: Residence, after: Shape, *, rank: int) -> None:
         if not is_held:
             residence.release(residence.held - {layer})
     residence.train(after.active_of(rank), after.frozen, keeps_frozen_state=rank == 0)
+
+
+def gather_layers(
+    residence: Residence, given: Mapping[int, LayerState], shape: Shape, *, rank: int, message_group: Groups
+) -> None:
+    """Takes that shape with weights and states of which each rank was given some layers'; every rank calls it alike.
+
+    Raises ValueError, on all ranks, where nobody was given a layer, or one that is not the model's.
+    """
+    said: list[Any] = [None] * shape.world_size
+    problem = _misfit(residence, given)
+    dist.all_gather_object(said, (sorted(given), problem), group=message_group)
+    problems = [text for _, text in said if text]
+    missing = sorted(set(range(shape.layers)).difference(*(layers for layers, _ in said)))
+    if missing:
+        problems.append(f"nobody has layers {missing} of {shape.layers}")
+    if problems:
+        raise ValueError(problems[0])
+    has = [frozenset(layers) for layers, _ in said]
+    residence.hold({*given, *shape.held_by(rank)})
+    for layer, item in given.items():
+        for name, tensor in residence.tensors(layer).items():
+            tensor.data.copy_(item.tensors[name])
+        residence.put_state(layer, {name: dict(state) for name, state in item.states.items()})
+    _move_weights(residence, moves(shape, has.__getitem__, shape, shape.held_by), rank)
+    arrived = _move_states(residence, moves(shape, has.__getitem__, shape, shape.optimized_by), rank, message_group)
+    residence.release(shape.held_by(rank))
+    for layer, state in arrived.items():
+        residence.put_state(layer, state)
+    residence.train(shape.active_of(rank), shape.frozen, keeps_frozen_state=rank == 0)
+
+
+def _misfit(residence: Residence, given: Mapping[int, LayerState]) -> str:
+    for layer, item in given.items():
+        if not 0 <= layer < len(residence.layers):
+            return f"there is no layer {layer}: the model has {len(residence.layers)}"
+        known = residence.looks(layer)
+        for name, (shape, dtype) in known.items():
+            tensor = item.tensors.get(name)
+            if tensor is None or (tensor.shape, tensor.dtype) != (shape, dtype):
+                found = "nothing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+                return f"{name} is {tuple(shape)} of {dtype}, and {found} was saved"
+        if extra := sorted(item.tensors.keys() - known.keys()):
+            return f"{extra[0]} was saved, which layer {layer} does not have"
+    return ""
 
 
 def _move_weights(residence: Residence, travels: Sequence[Move], rank: int) -> None:

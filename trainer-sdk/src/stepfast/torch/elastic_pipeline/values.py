@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ def parts(value: Value, sizes: list[int]) -> list[Value]:
     found = []
     begin = 0
     for size in sizes:
-        found.append(mapped(value, lambda tensor, begin=begin, size=size: tensor[begin : begin + size]))
+        found.append(mapped(value, operator.itemgetter(slice(begin, begin + size))))
         begin += size
     return found
 

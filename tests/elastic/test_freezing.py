@@ -1,0 +1,135 @@
+"""When layers are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from stepfast.torch.elastic_pipeline import (
+    Evidence,
+    FreezingRule,
+    GradientNormRule,
+    GuardedRule,
+    LayerEvidence,
+    MomentRule,
+)
+
+
+def evidence(frozen: int, norms: Sequence[float], metric: float | None = None) -> Evidence:
+    active = tuple(LayerEvidence(gradient_norm=norm) for norm in norms)
+    return Evidence(epoch=0, frozen=frozen, active=active, metric=metric)
+
+
+def moments(frozen: int, signals: Sequence[float], noise: float = 0.05) -> Evidence:
+    active = tuple(LayerEvidence(gradient_norm=1.0, signal=signal, noise=noise) for signal in signals)
+    return Evidence(epoch=0, frozen=frozen, active=active)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "frozen", "norms", "expected"),
+    [
+        pytest.param(1 / 3, 0, [3, 2, 1, 4, 5, 6], 2, id="a third of the rest, the smallest is no earlier"),
+        pytest.param(1 / 3, 0, [3, 1, 2, 4, 5, 6], 1, id="the smallest is earlier"),
+        pytest.param(1 / 3, 0, [1, 2, 3, 4, 5, 6], 0, id="the first is the smallest"),
+        pytest.param(1 / 3, 3, [9, 9, 1, 9, 9, 9], 5, id="counted from the boundary"),
+        pytest.param(1 / 2, 4, [9, 1], 5, id="half of two"),
+        pytest.param(1 / 3, 4, [9, 1], 4, id="less than one layer"),
+        pytest.param(1.0, 0, [9, 9, 1], 2, id="never the last"),
+    ],
+)
+def test_gradient_norm_rule_is_pipetransformers(
+    alpha: float, frozen: int, norms: Sequence[float], expected: int
+) -> None:
+    assert GradientNormRule(alpha).frozen_layers(evidence(frozen, norms)) == expected
+
+
+@pytest.mark.parametrize(
+    ("frozen", "signals", "expected"),
+    [
+        pytest.param(0, [0.05, 0.06, 0.5, 0.5, 0.5, 0.5], 2, id="those whose gradients are noise"),
+        pytest.param(0, [0.05, 0.5, 0.05, 0.05, 0.05, 0.05], 1, id="only from the first on"),
+        pytest.param(0, [0.05] * 6, 2, id="a third at most"),
+        pytest.param(2, [0.5] * 4, 2, id="none more"),
+        pytest.param(3, [0.05, 0.05, 0.05], 4, id="counted from the boundary"),
+    ],
+)
+def test_moment_rule_freezes_what_has_become_noise(frozen: int, signals: Sequence[float], expected: int) -> None:
+    assert MomentRule().frozen_layers(moments(frozen, signals)) == expected
+
+
+def test_the_last_layer_trains_always() -> None:
+    assert MomentRule(alpha=1.0).frozen_layers(moments(0, [0.05] * 3)) == 2
+
+
+def test_moment_rule_says_that_it_needs_moments() -> None:
+    with pytest.raises(ValueError, match="needs an optimizer with Adam's moments"):
+        MomentRule().frozen_layers(evidence(0, [1.0, 1.0]))
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, 1.5])
+def test_alpha_is_a_share(alpha: float) -> None:
+    with pytest.raises(ValueError, match="0 < alpha <= 1"):
+        GradientNormRule(alpha)
+    with pytest.raises(ValueError, match="0 < alpha <= 1"):
+        MomentRule(alpha)
+
+
+class Always:
+    """Freezes so many layers."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+
+    def frozen_layers(self, evidence: Evidence) -> int:
+        return max(self.layers, evidence.frozen)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"layers": self.layers}
+
+    def load_state_dict(self, state: object) -> None:
+        assert isinstance(state, dict)
+        self.layers = state["layers"]
+
+
+def followed(rule: FreezingRule, metrics: Sequence[float], frozen: int = 0) -> list[int]:
+    """How many layers of six are frozen after each answer."""
+    answers = []
+    for metric in metrics:
+        frozen = rule.frozen_layers(evidence(frozen, [1.0] * (6 - frozen), metric))
+        answers.append(frozen)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        pytest.param([1, 2, 3, 4, 5], [4, 4, 4, 4, 4], id="freezing costs nothing"),
+        pytest.param([1, 1, 1, 2, 3], [4, 4, 0, 0, 4], id="no gain: all train; they gain, and freeze again"),
+        pytest.param([1, 1, 1, 1, 1, 1, 1, 1, 1], [4, 4, 0, 0, 4, 4, 4, 4, 0], id="converged: doubted less often"),
+        pytest.param([3, 1, 2, 2, 4], [4, 4, 0, 0, 0], id="a fall"),
+    ],
+)
+def test_guarded_rule_undoes_freezing_that_costs(metrics: Sequence[float], expected: Sequence[int]) -> None:
+    assert followed(GuardedRule(Always(4)), metrics) == expected
+
+
+def test_guarded_rule_goes_on_from_its_state() -> None:
+    metrics = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    expected = followed(GuardedRule(Always(4)), metrics)
+    for split in range(len(metrics)):
+        first, second = GuardedRule(Always(4)), GuardedRule(Always(1))
+        answers = followed(first, metrics[:split])
+        second.load_state_dict(first.state_dict())
+        answers += followed(second, metrics[split:], frozen=answers[-1] if answers else 0)
+        assert answers == expected
+
+
+def test_guarded_rule_says_that_it_needs_a_metric() -> None:
+    with pytest.raises(ValueError, match="validation metric"):
+        GuardedRule(Always(1)).frozen_layers(evidence(0, [1.0, 1.0]))
+
+
+def test_guarded_rule_refuses_what_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match="patience"):
+        GuardedRule(Always(1), patience=0)

@@ -1,0 +1,202 @@
+"""What an elastic pipeline saves is all there is to go on from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gangs import run_gang
+from torch import nn
+from torch.utils.data import Dataset
+from trainings import BATCH, WIDTH, Block, Training, blocks, data, loss
+
+from stepfast.torch.elastic_pipeline import ElasticPipeline, Evidence, MomentRule
+from stepfast.torch.rng import get_rng_state, set_rng_state
+
+EPOCHS = 4
+
+
+class Augmented(Dataset[Any]):
+    """Samples that look another way each time they are fetched."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = data().tensors
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[index] + 0.1 * torch.randn(WIDTH, dtype=torch.float64), self.targets[index]
+
+
+class Steadily:
+    """A layer more after every epoch, and all again after the third; remembers that it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def frozen_layers(self, evidence: Evidence) -> int:
+        self.asked += 1
+        assert all(layer.gradient_norm > 0 for layer in evidence.active)
+        return (3, 6, 1, 1)[self.asked - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.asked = state["asked"]
+
+
+def random_blocks() -> nn.Sequential:
+    """With dropout."""
+    return nn.Sequential(*(nn.Sequential(Block(), nn.Dropout(0.2)) for _ in range(7)), nn.BatchNorm1d(WIDTH))
+
+
+TRAINING = Training(
+    model=random_blocks, data=Augmented, options={"length": 4, "device_bytes": (3 * 174 * 8), "micro_batches": 1}
+)
+
+
+def make() -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
+    network, optimizer, scheduler = TRAINING.make()
+    pipeline = ElasticPipeline(
+        network, optimizer, loss, data=Augmented(), batch_size=BATCH, rule=Steadily(), **TRAINING.options
+    )
+    return pipeline, scheduler, network, optimizer
+
+
+def go_on(pipeline: ElasticPipeline, scheduler: Any, epochs: int = EPOCHS) -> Iterator[int]:
+    """Trains until so many epochs are over; yields after each step, ahead of what happens at its epoch's end."""
+    for _ in pipeline.epochs(epochs):
+        for step in pipeline.steps():
+            scheduler.step()
+            yield step.number
+        pipeline.adapt()
+
+
+def final(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        found[f"{names[id(parameter)]} exp_avg"] = state["exp_avg"].clone()
+    return found
+
+
+def train_and_go_back() -> list[tuple[int, int, int]]:
+    """Trains, then goes back to each step and trains from there anew: the ends are equal, bit for bit."""
+    torch.manual_seed(dist.get_rank())
+    pipeline, scheduler, network, optimizer = make()
+    states = {}
+    shapes = []
+    for step in go_on(pipeline, scheduler):
+        own = {"pipeline": pipeline.state_dict(), "scheduler": scheduler.state_dict(), "rng": get_rng_state()}
+        states[step] = copy.deepcopy(own)
+        shapes.append((pipeline.shape.frozen, pipeline.shape.length, pipeline.shape.replicas))
+    expected = final(network, optimizer)
+    for step in states:
+        pipeline, scheduler, network, optimizer = make()
+        pipeline.load_state_dict(copy.deepcopy(states[step]["pipeline"]))
+        scheduler.load_state_dict(states[step]["scheduler"])
+        set_rng_state(states[step]["rng"])
+        for _ in go_on(pipeline, scheduler):
+            pass
+        found = final(network, optimizer)
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == [], step
+    return shapes
+
+
+def test_every_step_can_be_gone_back_to() -> None:
+    shapes = run_gang(4, train_and_go_back)[0]
+    assert [shapes[step - 1] for step in (1, 4, 7, 10)] == [(0, 4, 1), (3, 2, 2), (6, 1, 4), (1, 4, 1)]
+
+
+def saved_once_each() -> tuple[list[str], int]:
+    pipeline, scheduler, _, _ = make()
+    for _ in go_on(pipeline, scheduler, 2):
+        pass
+    layers = pipeline.state_dict()["layers"].values()
+    return [name for layer in layers for name in layer["tensors"]], sum(
+        tensor.nbytes for layer in layers for tensor in layer["tensors"].values()
+    )
+
+
+def test_each_layer_is_in_one_ranks_state() -> None:
+    said = run_gang(4, saved_once_each)
+    names = [name for own, _ in said for name in own]
+    assert sorted(names) == sorted(random_blocks().state_dict())
+
+
+def mistaken(kind: str) -> str:
+    pipeline, _, _, _ = make()
+    state = pipeline.state_dict()
+    if kind == "order":
+        state["order"]["seed"] = 5
+    elif kind == "version":
+        state["version"] = 99
+    elif kind == "layer" and dist.get_rank() == 2:
+        del state["layers"][next(iter(state["layers"]))]
+    elif kind == "shape" and dist.get_rank() == 1:
+        tensors = next(iter(state["layers"].values()))["tensors"]
+        name = next(iter(tensors))
+        tensors[name] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r".") as raised:
+        pipeline.load_state_dict(state)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("order", "samples' order"), ("version", "version 99"), ("layer", "nobody has layers"), ("shape", "was saved")],
+)
+def test_a_state_of_another_training_is_refused_on_every_rank(kind: str, reason: str) -> None:
+    assert all(reason in text for text in run_gang(4, mistaken, kind))
+
+
+def asked() -> tuple[float, list[float | None]]:
+    network, optimizer, _ = Training(model=blocks).make()
+    seen: list[Evidence] = []
+
+    class Look(MomentRule):
+        def frozen_layers(self, evidence: Evidence) -> int:
+            seen.append(evidence)
+            return evidence.frozen
+
+    pipeline = ElasticPipeline(network, optimizer, loss, data=data(), batch_size=BATCH, rule=Look(), length=2)
+    for _ in pipeline.steps():
+        pass
+    metric = pipeline.evaluate(data(), lambda output, target: (output - target).square().mean())
+    pipeline.adapt(metric)
+    return metric, [value for layer in seen[0].active for value in (layer.gradient_norm, layer.signal, layer.noise)]
+
+
+def test_rules_are_shown_what_one_process_would_see() -> None:
+    training = Training(model=blocks)
+    network, optimizer, _ = training.make()
+    squares = torch.zeros(8, dtype=torch.float64)
+    from stepfast.torch.elastic_pipeline.order import SampleOrder
+
+    order = SampleOrder(samples=len(data()), batch_size=BATCH)
+    for step in range(order.steps_per_epoch):
+        inputs, targets = data()[order.batch(order.epoch(0), step)]
+        optimizer.zero_grad()
+        loss(network(inputs), targets).backward()
+        for number, block in enumerate(network):
+            squares[number] += sum(float(p.grad.square().sum()) for p in block.parameters())
+        optimizer.step()
+    expected = []
+    for number, block in enumerate(network):
+        states = [optimizer.state[parameter] for parameter in block.parameters()]
+        first = sum(float((state["exp_avg"] / (1 - 0.9**3)).square().sum()) for state in states)
+        second = sum(float((state["exp_avg_sq"] / (1 - 0.999**3)).sum()) for state in states)
+        expected += [float(squares[number] / 3) ** 0.5, first / second, 0.1 / 1.9]
+    with torch.no_grad():
+        inputs, targets = data()[:]
+        metric = float((network(inputs) - targets).square().mean())
+    for found_metric, found in run_gang(4, asked):
+        assert found_metric == pytest.approx(metric, abs=1e-12)
+        assert found == pytest.approx(expected, rel=1e-9)
