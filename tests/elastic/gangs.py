@@ -10,9 +10,9 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +27,62 @@ _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "stepfast.torch.elast
 
 def run_gang(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What each rank's `function(*arguments)` returned, by rank. A rank that fails fails the test, with its trace."""
+    said = _run(world_size, function, arguments)
+    failures = [f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(said) if kind != "result"]
+    assert not failures, "\n".join(failures)
+    return [result for _, result in said]
+
+
+def run_gang_that_may_die(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
+    """As `run_gang`; None where a rank was killed. What its end does to the other ranks is no failure."""
+    said = _run(world_size, function, arguments)
+    if any(kind == "death" for kind, _ in said):
+        return None
+    assert all(kind == "result" for kind, _ in said), said
+    return [result for _, result in said]
+
+
+def _run(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """What each rank said; all are ended when one of them has died."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
-        for rank in range(world_size):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_rank,
-                args=(theirs, Path(folder) / "store", (rank, world_size), function, arguments),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            ranks.append((process, ours))
-        deadline = time.monotonic() + SECONDS
         try:
-            said = [_said(ours, deadline) for _, ours in ranks]
+            for rank in range(world_size):
+                ours, theirs = _CONTEXT.Pipe(duplex=False)
+                process = _CONTEXT.Process(
+                    target=_rank, daemon=True,
+                    args=(theirs, Path(folder) / "store", (rank, world_size), function, arguments),
+                )  # fmt: skip
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
+            return _all_said([ours for _, ours in ranks])
         finally:
             for process, ours in ranks:
                 process.kill()
                 process.join()
                 ours.close()
-    failures = [f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(said) if kind == "failure"]
-    assert not failures, "\n".join(failures)
-    return [result for _, result in said]
 
 
-def _said(pipe: Connection, deadline: float) -> tuple[str, Any]:
-    if not pipe.poll(max(0.0, deadline - time.monotonic())):
-        return "failure", f"said nothing within {SECONDS} seconds"
+def _all_said(pipes: Sequence[Connection]) -> list[tuple[str, Any]]:
+    deadline = time.monotonic() + SECONDS
+    said: dict[int, tuple[str, Any]] = {}
+    left = dict(enumerate(pipes))
+    while left and not any(kind == "death" for kind, _ in said.values()):
+        ready = wait(list(left.values()), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            said.update(dict.fromkeys(left, ("silence", f"said nothing within {SECONDS} seconds")))
+            break
+        for rank in [rank for rank, pipe in left.items() if pipe in ready]:
+            said[rank] = _said(left.pop(rank))
+    return [said.get(rank, ("silence", "ended with the others")) for rank in range(len(pipes))]
+
+
+def _said(pipe: Connection) -> tuple[str, Any]:
     try:
         said: tuple[str, Any] = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        return "failure", "ended without a word"
+        return "death", "ended without a word"
     return said
 
 

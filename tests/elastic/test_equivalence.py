@@ -6,9 +6,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from gangs import run_gang
 from torch import nn
-from trainings import Branching, First, Masked, Outcome, Pairs, Training, blocks, distance, train_alone, train_as_rank
+
+from gangs import run_gang
+from trainings import (
+    Branching,
+    First,
+    Masked,
+    Outcome,
+    Pairs,
+    Training,
+    blocks,
+    distance,
+    train_alone,
+    train_as_rank,
+    turning,
+)
 
 TOLERANCE = 1e-12
 
@@ -53,6 +66,7 @@ def test_a_pipeline_of_eight_becomes_eight_replicas_and_a_pipeline_again() -> No
         ),
         pytest.param(Branching, {"length": 2}, id="a traced model"),
         pytest.param(pairs, {"length": 2, "data": Pairs}, id="layers that take and give pairs"),
+        pytest.param(turning, {"length": 4, "micro_batches": 1}, id="tensors that are not contiguous"),
         pytest.param(blocks, {"length": 4, "replicates": False, "micro_batches": 1}, id="no replicas: ranks rest"),
         pytest.param(blocks, {"length": 4, "packs": False, "micro_batches": 1}, id="no packing"),
         pytest.param(blocks, {"length": 1, "micro_batches": 1}, id="data parallelism alone"),

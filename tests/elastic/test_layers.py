@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainings import WIDTH, Block, Branching, First, Masked
 
 from stepfast.torch.elastic_pipeline import CannotSplit, Layer, split
+from trainings import WIDTH, Block, Branching, First, Masked
 
 
 def run(layers: list[Layer], value: Any) -> Any:

@@ -3,108 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from gangs import run_gang
-from torch import nn
-from torch.utils.data import Dataset
-from trainings import BATCH, WIDTH, Block, Training, blocks, data, loss
 
+from gangs import run_gang
 from stepfast.torch.elastic_pipeline import ElasticPipeline, Evidence, MomentRule
 from stepfast.torch.rng import get_rng_state, set_rng_state
-
-EPOCHS = 4
-
-
-class Augmented(Dataset[Any]):
-    """Samples that look another way each time they are fetched."""
-
-    def __init__(self) -> None:
-        self.inputs, self.targets = data().tensors
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inputs[index] + 0.1 * torch.randn(WIDTH, dtype=torch.float64), self.targets[index]
-
-
-class Steadily:
-    """A layer more after every epoch, and all again after the third; remembers that it was asked."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def frozen_layers(self, evidence: Evidence) -> int:
-        self.asked += 1
-        assert all(layer.gradient_norm > 0 for layer in evidence.active)
-        return (3, 6, 1, 1)[self.asked - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"asked": self.asked}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.asked = state["asked"]
-
-
-def random_blocks() -> nn.Sequential:
-    """With dropout."""
-    return nn.Sequential(*(nn.Sequential(Block(), nn.Dropout(0.2)) for _ in range(7)), nn.BatchNorm1d(WIDTH))
-
-
-TRAINING = Training(
-    model=random_blocks, data=Augmented, options={"length": 4, "device_bytes": (3 * 174 * 8), "micro_batches": 1}
-)
-
-
-def make() -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
-    network, optimizer, scheduler = TRAINING.make()
-    pipeline = ElasticPipeline(
-        network, optimizer, loss, data=Augmented(), batch_size=BATCH, rule=Steadily(), **TRAINING.options
-    )
-    return pipeline, scheduler, network, optimizer
-
-
-def go_on(pipeline: ElasticPipeline, scheduler: Any, epochs: int = EPOCHS) -> Iterator[int]:
-    """Trains until so many epochs are over; yields after each step, ahead of what happens at its epoch's end."""
-    for _ in pipeline.epochs(epochs):
-        for step in pipeline.steps():
-            scheduler.step()
-            yield step.number
-        pipeline.adapt()
-
-
-def final(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
-    for parameter, state in optimizer.state.items():
-        found[f"{names[id(parameter)]} exp_avg"] = state["exp_avg"].clone()
-    return found
+from trainings import BATCH, Training, blocks, data, go_on, loss, make_random, random_blocks, tensors_of
 
 
 def train_and_go_back() -> list[tuple[int, int, int]]:
     """Trains, then goes back to each step and trains from there anew: the ends are equal, bit for bit."""
     torch.manual_seed(dist.get_rank())
-    pipeline, scheduler, network, optimizer = make()
+    pipeline, scheduler, network, optimizer = make_random()
     states = {}
     shapes = []
     for step in go_on(pipeline, scheduler):
         own = {"pipeline": pipeline.state_dict(), "scheduler": scheduler.state_dict(), "rng": get_rng_state()}
         states[step] = copy.deepcopy(own)
         shapes.append((pipeline.shape.frozen, pipeline.shape.length, pipeline.shape.replicas))
-    expected = final(network, optimizer)
+    expected = tensors_of(network, optimizer)
     for step in states:
-        pipeline, scheduler, network, optimizer = make()
+        pipeline, scheduler, network, optimizer = make_random()
         pipeline.load_state_dict(copy.deepcopy(states[step]["pipeline"]))
         scheduler.load_state_dict(states[step]["scheduler"])
         set_rng_state(states[step]["rng"])
         for _ in go_on(pipeline, scheduler):
             pass
-        found = final(network, optimizer)
+        found = tensors_of(network, optimizer)
         assert found.keys() == expected.keys()
         assert [name for name in found if not torch.equal(found[name], expected[name])] == [], step
     return shapes
@@ -116,7 +44,7 @@ def test_every_step_can_be_gone_back_to() -> None:
 
 
 def saved_once_each() -> tuple[list[str], int]:
-    pipeline, scheduler, _, _ = make()
+    pipeline, scheduler, _, _ = make_random()
     for _ in go_on(pipeline, scheduler, 2):
         pass
     layers = pipeline.state_dict()["layers"].values()
@@ -132,7 +60,7 @@ def test_each_layer_is_in_one_ranks_state() -> None:
 
 
 def mistaken(kind: str) -> str:
-    pipeline, _, _, _ = make()
+    pipeline, _, _, _ = make_random()
     state = pipeline.state_dict()
     if kind == "order":
         state["order"]["seed"] = 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from stepfast.torch.elastic_pipeline import ElasticPipeline, split
+from stepfast.torch.elastic_pipeline import ElasticPipeline, Evidence, split
 from stepfast.torch.elastic_pipeline.order import SampleOrder
 
 WIDTH = 6
 SAMPLES = 44
+EPOCHS = 4
 BATCH = 16  # the third and last batch of an epoch has 12
 
 Tensors = dict[str, torch.Tensor]
@@ -59,6 +60,17 @@ class Branching(nn.Module):
         return y
 
 
+class Turning(nn.Module):
+    """Gives what does not lie in memory as it reads; its gradients do not either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)).t().contiguous().t()
+
+
 class Masked(nn.Module):
     """Takes and gives a pair, as layers of encoders do: what is masked stays out of it."""
 
@@ -95,6 +107,11 @@ class Pairs(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return (self.inputs[index], self.masks[index]), self.targets[index]
+
+
+def turning() -> nn.Sequential:
+    """Of them."""
+    return nn.Sequential(*(Turning() for _ in range(6)))
 
 
 def data() -> TensorDataset:
@@ -213,3 +230,74 @@ def _outcome(
 def distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
     """The largest difference between tensors of one name; all names of the one are in the other."""
     return max((float((tensor - other[name]).abs().max()) for name, tensor in one.items()), default=0.0)
+
+
+# ---- one with random samples, dropout, running statistics, and a shape for each epoch
+
+
+class Augmented(Dataset[Any]):
+    """Samples that look another way each time they are fetched."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = data().tensors
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[index] + 0.1 * torch.randn(WIDTH, dtype=torch.float64), self.targets[index]
+
+
+class Steadily:
+    """A layer more after every epoch, and all again after the third; remembers that it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def frozen_layers(self, evidence: Evidence) -> int:
+        self.asked += 1
+        assert all(layer.gradient_norm > 0 for layer in evidence.active)
+        return (3, 6, 1, 1)[self.asked - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.asked = state["asked"]
+
+
+def random_blocks() -> nn.Sequential:
+    """With dropout."""
+    return nn.Sequential(*(nn.Sequential(Block(), nn.Dropout(0.2)) for _ in range(7)), nn.BatchNorm1d(WIDTH))
+
+
+RANDOM = Training(
+    model=random_blocks, data=Augmented, options={"length": 4, "device_bytes": (3 * 174 * 8), "micro_batches": 1}
+)
+
+
+def make_random() -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
+    """Its pipeline, scheduler, model and optimizer; every rank of the gang calls it."""
+    network, optimizer, scheduler = RANDOM.make()
+    pipeline = ElasticPipeline(
+        network, optimizer, loss, data=Augmented(), batch_size=BATCH, rule=Steadily(), **RANDOM.options
+    )
+    return pipeline, scheduler, network, optimizer
+
+
+def go_on(pipeline: ElasticPipeline, scheduler: Any, epochs: int = EPOCHS) -> Iterator[int]:
+    """Trains until so many epochs are over; yields after each step, ahead of what happens at its epoch's end."""
+    for _ in pipeline.epochs(epochs):
+        for step in pipeline.steps():
+            scheduler.step()
+            yield step.number
+        pipeline.adapt()
+
+
+def tensors_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """What this rank has: weights, buffers, and moments."""
+    found = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        found[f"{names[id(parameter)]} exp_avg"] = state["exp_avg"].clone()
+    return found

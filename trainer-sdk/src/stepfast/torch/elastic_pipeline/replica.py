@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 
 from stepfast.torch.elastic_pipeline.layers import Layer
 from stepfast.torch.elastic_pipeline.shape import Shape
-from stepfast.torch.elastic_pipeline.values import Value, parts
+from stepfast.torch.elastic_pipeline.values import Value, mapped, parts
 
 Loss = Callable[[Any, Any], torch.Tensor]  # (output, target) → the mean over the samples
 
@@ -147,12 +147,25 @@ class _Stage(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         value: Any = inputs[0] if len(inputs) == 1 else inputs
+        value = mapped(value, _Contiguous.apply)
         with torch.no_grad():
             for layer in self.frozen:
                 value = layer(value)
         for layer in self.active:
             value = layer(value)
-        return value
+        return mapped(value, torch.Tensor.contiguous)
+
+
+class _Contiguous(torch.autograd.Function):
+    """The tensor as it is, and its gradient in one piece: what travels between ranks must be."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # torch's takes any
+        return gradient.contiguous()
 
 
 def micro_batch_counts(samples: int, least: int, most: int, *, devices: int, schedule: Schedule) -> list[int]:
