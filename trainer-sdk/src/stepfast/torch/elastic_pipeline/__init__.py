@@ -13,7 +13,7 @@ from stepfast.torch.elastic_pipeline.freezing import (
     MomentRule,
 )
 from stepfast.torch.elastic_pipeline.layers import CannotSplit, Layer, split
-from stepfast.torch.elastic_pipeline.replica import Schedule
+from stepfast.torch.elastic_pipeline.microbatches import Schedule
 from stepfast.torch.elastic_pipeline.shape import Shape
 from stepfast.torch.elastic_pipeline.training import ElasticPipeline, TrainedStep
 

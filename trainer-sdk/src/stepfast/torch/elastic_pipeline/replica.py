@@ -8,7 +8,6 @@ other stages so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -21,18 +20,11 @@ from torch.distributed.pipelining import (
 )
 
 from stepfast.torch.elastic_pipeline.layers import Layer
+from stepfast.torch.elastic_pipeline.microbatches import Schedule, micro_batch_counts
 from stepfast.torch.elastic_pipeline.shape import Shape
 from stepfast.torch.elastic_pipeline.values import Value, mapped, parts
 
 Loss = Callable[[Any, Any], torch.Tensor]  # (output, target) → the mean over the samples
-
-
-class Schedule(StrEnum):
-    """In which order a pipeline works off its micro-batches."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED = "interleaved"
 
 
 class Replica:
@@ -164,16 +156,8 @@ class _Contiguous(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # torch's takes any
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.contiguous()
-
-
-def micro_batch_counts(samples: int, least: int, most: int, *, devices: int, schedule: Schedule) -> list[int]:
-    """Into how many equal micro-batches a schedule can take a batch: all between these two, else the most below."""
-    found = [n for n in range(1, min(most, samples) + 1) if samples % n == 0]
-    if schedule is Schedule.INTERLEAVED:  # in rounds of at least as many as there are devices, all alike
-        found = [n for n in found if n % max(1, n // devices) == 0]
-    return [n for n in found if n >= least] or found[-1:]
 
 
 def _arguments(value: Value) -> tuple[Any, ...]:

@@ -21,10 +21,10 @@ from stepfast.torch.elastic_pipeline.freezing import FreezingRule
 from stepfast.torch.elastic_pipeline.gradients import Gradients
 from stepfast.torch.elastic_pipeline.groups import Messages, ShapeGroups
 from stepfast.torch.elastic_pipeline.layers import split
+from stepfast.torch.elastic_pipeline.microbatches import MicroBatches, Schedule
 from stepfast.torch.elastic_pipeline.order import SampleOrder, shares
-from stepfast.torch.elastic_pipeline.partition import balance, shortest_length
-from stepfast.torch.elastic_pipeline.profile import fastest
-from stepfast.torch.elastic_pipeline.replica import Loss, Replica, Schedule, micro_batch_counts
+from stepfast.torch.elastic_pipeline.planning import ShapePlan
+from stepfast.torch.elastic_pipeline.replica import Loss, Replica
 from stepfast.torch.elastic_pipeline.residence import Residence
 from stepfast.torch.elastic_pipeline.samples import Collate, Samples
 from stepfast.torch.elastic_pipeline.shape import Shape
@@ -35,7 +35,6 @@ from stepfast.torch.rng import rng_state_kept
 Metric = Callable[[Any, Any], torch.Tensor]  # (output, target) → the mean over the samples
 
 _VERSION = 1  # of the state
-_MOST_MICRO_BATCHES = 6  # a device, at most: PipeTransformer, section 4.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +104,7 @@ class ElasticPipeline:
         self._messages = Messages()
         self._optimizer, self._loss = optimizer, loss
         self._schedule = Schedule(schedule)
-        self._stages_per_device = stages_per_device if self._schedule is Schedule.INTERLEAVED else 1
         self._rule = rule
-        self._packs, self._replicates = packs, replicates
-        self._given_micro_batches = micro_batches
         self._max_gradient_norm = max_gradient_norm
         self._residence = Residence(split(model), optimizer, _device(device))
         self._sizes = [layer.parameter_bytes for layer in self._residence.layers]
@@ -118,16 +114,13 @@ class ElasticPipeline:
         self._order = SampleOrder(
             samples=self._samples.size, batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
         )
-        self._length = length if length is not None else self._world_size
-        if not 1 <= self._length <= len(self._sizes) or self._world_size % self._length:
-            raise ValueError(
-                f"a pipeline of {self._length} devices: it must divide the {self._world_size} ranks, and there are "
-                f"{len(self._sizes)} layers"
-            )
-        fullest = balance(self._sizes, self._length).largest_cost
-        self._device_bytes = device_bytes if device_bytes is not None else fullest
+        self._plan = ShapePlan(
+            self._sizes, world_size=self._world_size, length=length if length is not None else self._world_size,
+            packs=packs, replicates=replicates, device_bytes=device_bytes,
+            stages_per_device=stages_per_device if self._schedule is Schedule.INTERLEAVED else 1,
+        )  # fmt: skip
         self._shape = self.shape_for(0)
-        self._micro_batches: dict[int, int] = {}  # that were found the fastest, by length
+        self._micro_batches = MicroBatches(batch_size, self._schedule, micro_batches)
         self._done = 0  # steps, since the beginning
         self._epoch = self._place = 0  # epochs that are over; steps that are done of this one
         self._loss_sum, self._loss_steps = torch.zeros((), dtype=torch.float64, device=self._residence.device), 0
@@ -159,8 +152,7 @@ class ElasticPipeline:
     @property
     def micro_batches(self) -> int | None:
         """Into how many a replica's batch is divided; None: that will be tried at the next step."""
-        given, length = self._given_micro_batches, self._shape.length
-        return given * length if given is not None else self._micro_batches.get(length)
+        return self._micro_batches.known(self._shape)
 
     # ------------------------------------------------------------ the loop
 
@@ -257,7 +249,7 @@ class ElasticPipeline:
             "place": self._place,
             "order": asdict(self._order),
             "shape": self._shape.to_document(),
-            "microBatches": dict(self._micro_batches),
+            "microBatches": dict(self._micro_batches.found),
             "rule": self._rule.state_dict() if self._rule is not None else None,
             "groups": [_without_parameters(group) for group in self._optimizer.param_groups],
             "notedSteps": noted,
@@ -292,7 +284,7 @@ class ElasticPipeline:
         self._shape = shape
         gather_layers(self._residence, given, shape, rank=self._rank, message_group=self._messages.group)
         self._done, self._epoch, self._place = state["step"], state["epoch"], state["place"]
-        self._micro_batches = dict(state["microBatches"])
+        self._micro_batches.found = dict(state["microBatches"])
         for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
             group.update(saved)
         if self._rule is not None and state["rule"] is not None:
@@ -354,9 +346,11 @@ class ElasticPipeline:
 
     def _train(self, inputs: Any, targets: Any, samples: int) -> None:
         batch = min(self._order.batch_size, self._samples.size - self._place * self._order.batch_size)
-        count = self._choose_micro_batches(inputs, targets, samples)
+        count = self._micro_batches.choose(
+            self._shape, samples, lambda count: self._try(inputs, targets, samples, count), self._messages
+        )
         if self._replica is not None:
-            self._gradients.begin(count * (samples > 0))
+            self._gradients.begin(count)
             if samples:
                 loss = self._replica.forward_backward(inputs, targets, samples, count, samples / batch)
                 if loss is not None:
@@ -370,31 +364,10 @@ class ElasticPipeline:
         self._share_buffers()
         self._loss_steps += 1
 
-    def _choose_micro_batches(self, inputs: Any, targets: Any, samples: int) -> int:
-        """Into how many the batch is divided: as is given, or was found to be the fastest, or is found now."""
-        length = self._shape.length
-        wanted = self.micro_batches
-        if wanted is None:
-            share = self._order.batch_size // self._shape.replicas
-            candidates = micro_batch_counts(
-                share, length, _MOST_MICRO_BATCHES * length, devices=length, schedule=self._schedule
-            )  # fmt: skip
-            if self._messages.sum([float(samples < share)])[0]:
-                wanted = candidates[0]  # the last batch of an epoch says little of the others
-            else:
-                wanted = self._micro_batches[length] = fastest(
-                    candidates, lambda count: self._try(inputs, targets, samples, count), self._messages
-                )
-        if not samples:
-            return 1
-        return micro_batch_counts(samples, wanted, wanted, devices=length, schedule=self._schedule)[0]
-
-    def _try(self, inputs: Any, targets: Any, samples: int, wanted: int) -> None:
-        """The passes of a step with that many micro-batches, which leave no trace."""
+    def _try(self, inputs: Any, targets: Any, samples: int, count: int) -> None:
+        """The passes of a step with so many micro-batches, which leave no trace."""
         if self._replica is None:
             return
-        length = self._shape.length
-        count = micro_batch_counts(samples, wanted, wanted, devices=length, schedule=self._schedule)[0]
         buffers = [buffer for layer in self._residence.held for buffer in self._residence.buffers(layer)]
         before = [buffer.clone() for buffer in buffers]
         with rng_state_kept():
@@ -424,19 +397,7 @@ class ElasticPipeline:
 
     def shape_for(self, frozen: int) -> Shape:
         """The shape that is taken when that many layers are frozen."""
-        length = self._length
-        if frozen:
-            limit = self._device_bytes if self._packs else 0.0
-            length = shortest_length(self._sizes, length, frozen=frozen, limit=limit)
-        active = len(self._sizes) - frozen
-        per_device = min(self._stages_per_device, active // length) if length > 1 else 1
-        return Shape(
-            world_size=self._world_size,
-            replicas=self._world_size // (length if self._replicates else self._length),
-            frozen=frozen,
-            length=length,
-            stages=balance(self._sizes, length * per_device, frozen=frozen).stages,
-        )
+        return self._plan.shape_for(frozen)
 
     def _take_shape(self) -> None:
         self._groups = ShapeGroups(self._shape, self._rank)

@@ -1,0 +1,92 @@
+"""Into how many micro-batches a batch is divided: which numbers a schedule takes, and which is the fastest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+
+import torch
+
+from stepfast.torch.elastic_pipeline.groups import Messages
+from stepfast.torch.elastic_pipeline.shape import Shape
+
+_MOST_PER_DEVICE = 6  # PipeTransformer, section 4.1
+_ROUNDS = 2  # that are timed, of each; the better one counts
+
+
+class Schedule(StrEnum):
+    """In which order a pipeline works off its micro-batches."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+
+
+class MicroBatches:
+    """The choice for each length of the pipeline: as given, or found once by trying.
+
+    batch_size: samples of a step, over all replicas. per_device: the choice, for each device; None: it is tried.
+    """
+
+    def __init__(self, batch_size: int, schedule: Schedule, per_device: int | None) -> None:
+        if per_device is not None and per_device < 1:
+            raise ValueError(f"micro_batches is at least 1, not {per_device}")
+        self._batch_size, self._schedule, self._per_device = batch_size, schedule, per_device
+        self.found: Mapping[int, int] = {}
+        """By length."""
+
+    def known(self, shape: Shape) -> int | None:
+        """None: it is not tried yet."""
+        return self._per_device * shape.length if self._per_device is not None else self.found.get(shape.length)
+
+    def choose(self, shape: Shape, samples: int, attempt: Callable[[int], None], messages: Messages) -> int:
+        """For a batch of so many samples of this replica; every rank calls it alike.
+
+        attempt: the passes of a step with as many micro-batches, which leave no trace.
+        """
+        wanted = self.known(shape)
+        if wanted is None:
+            share = self._batch_size // shape.replicas
+            candidates = micro_batch_counts(
+                share, shape.length, _MOST_PER_DEVICE * shape.length, devices=shape.length, schedule=self._schedule
+            )
+            if messages.sum([float(samples < share)])[0]:
+                wanted = candidates[0]  # the last batch of an epoch says little of the others
+            else:
+                wanted = fastest(candidates, lambda count: attempt(self._nearest(shape, samples, count)), messages)
+                self.found = {**self.found, shape.length: wanted}
+        return self._nearest(shape, samples, wanted)
+
+    def _nearest(self, shape: Shape, samples: int, wanted: int) -> int:
+        if not samples:
+            return 0
+        return micro_batch_counts(samples, wanted, wanted, devices=shape.length, schedule=self._schedule)[0]
+
+
+def fastest(candidates: Sequence[int], attempt: Callable[[int], None], messages: Messages) -> int:
+    """The candidate whose slowest rank is the fastest; every rank calls it alike, and gets the same."""
+    if len(candidates) == 1:
+        return candidates[0]
+    seconds = []
+    for candidate in candidates:
+        attempt(candidate)  # a first time, which connects ranks and allocates
+        seconds.append(min(_seconds(attempt, candidate) for _ in range(_ROUNDS)))
+    slowest = messages.largest(seconds)
+    return candidates[slowest.index(min(slowest))]
+
+
+def _seconds(attempt: Callable[[int], None], candidate: int) -> float:
+    began = time.perf_counter()
+    attempt(candidate)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def micro_batch_counts(samples: int, least: int, most: int, *, devices: int, schedule: Schedule) -> list[int]:
+    """Into how many equal micro-batches a schedule can take a batch: all between these two, else the most below."""
+    found = [n for n in range(1, min(most, samples) + 1) if samples % n == 0]
+    if schedule is Schedule.INTERLEAVED:  # in rounds of at least as many as there are devices, all alike
+        found = [n for n in found if n % max(1, n // devices) == 0]
+    return [n for n in found if n >= least] or found[-1:]
