@@ -58,12 +58,12 @@ def train(args: argparse.Namespace) -> None:
         weights = {name: weight for name, weight in torch.load(args.pretrained).items() if "classes" not in name}
         task.model.load_state_dict(weights, strict=False)  # but for the head's: these are other classes
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=args.lr, weight_decay=0.01)
-    (train_plainly if args.mode == "ddp" else train_elastically)(args, task, optimizer)
+    weights = (train_plainly if args.mode == "ddp" else train_elastically)(args, task, optimizer)
     if args.save_weights and dist.get_rank() == 0:
-        torch.save(task.model.state_dict(), args.save_weights)
+        torch.save(weights, args.save_weights)
 
 
-def train_elastically(args: argparse.Namespace, task: Task, optimizer: torch.optim.Optimizer) -> None:
+def train_elastically(args: argparse.Namespace, task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     # Stepfast: what trains the model, whatever its shape. Without a rule it stays the pipeline that it begins as; a
     # pipeline of one device is data parallelism.
     training = ElasticPipeline(
@@ -96,9 +96,10 @@ def train_elastically(args: argparse.Namespace, task: Task, optimizer: torch.opt
             break
         training.adapt(metric)
     checkpointer.close()
+    return training.model_state_dict()
 
 
-def train_plainly(args: argparse.Namespace, task: Task, optimizer: torch.optim.Optimizer) -> None:
+def train_plainly(args: argparse.Namespace, task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """With DistributedDataParallel."""
     model = DistributedDataParallel(task.model)
     sampler = DistributedSampler(task.train, seed=args.seed)
@@ -131,6 +132,7 @@ def train_plainly(args: argparse.Namespace, task: Task, optimizer: torch.optim.O
         if args.stop_at is not None and metric >= args.stop_at:
             break
     checkpointer.close()
+    return task.model.state_dict()
 
 
 @torch.no_grad()
@@ -195,7 +197,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, help="for each device; default: found by trying")
     parser.add_argument("--classes", type=int, nargs="+", help="of the task; default: all")
     parser.add_argument("--pretrained", help="weights to begin with, of all but the head")
-    parser.add_argument("--save-weights", metavar="FILE", help="at the end; one rank")
+    parser.add_argument("--save-weights", metavar="FILE", help="the whole model's, at the end")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--stop-at", type=float, metavar="ACCURACY", help="end when it is reached")
     parser.add_argument("--batch-size", type=int, default=48)

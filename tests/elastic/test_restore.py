@@ -59,6 +59,21 @@ def test_each_layer_is_in_one_ranks_state() -> None:
     assert sorted(names) == sorted(random_blocks().state_dict())
 
 
+def whole() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    pipeline, scheduler, network, _ = make_random()
+    for _ in go_on(pipeline, scheduler, 2):
+        pass
+    return pipeline.model_state_dict(), {name: t for name, t in network.state_dict().items() if t.numel()}
+
+
+def test_rank_0_has_the_whole_model_at_the_end() -> None:
+    said = run_gang(4, whole)
+    assert list(said[0][0]) == list(random_blocks().state_dict())
+    assert [found for found, _ in said[1:]] == [{}] * 3
+    for _, held in said:
+        assert [name for name, tensor in held.items() if not torch.equal(tensor, said[0][0][name])] == []
+
+
 def mistaken(kind: str) -> str:
     pipeline, _, _, _ = make_random()
     state = pipeline.state_dict()

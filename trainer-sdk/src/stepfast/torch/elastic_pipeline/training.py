@@ -28,7 +28,13 @@ from stepfast.torch.elastic_pipeline.replica import Loss, Replica
 from stepfast.torch.elastic_pipeline.residence import Residence
 from stepfast.torch.elastic_pipeline.samples import Collate, Samples
 from stepfast.torch.elastic_pipeline.shape import Shape
-from stepfast.torch.elastic_pipeline.transfer import LayerState, gather_layers, reshape, spread
+from stepfast.torch.elastic_pipeline.transfer import (
+    LayerState,
+    collect_weights,
+    gather_layers,
+    reshape,
+    spread,
+)
 from stepfast.torch.elastic_pipeline.values import mapped, samples_in
 from stepfast.torch.rng import rng_state_kept
 
@@ -235,6 +241,13 @@ class ElasticPipeline:
             for layer, mode in zip(self._residence.layers, modes, strict=True):
                 layer.module.train(mode)
         return self._messages.sum([total])[0] / samples.size
+
+    def model_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's weights and buffers by name, in host memory, on rank 0; every rank calls it alike.
+
+        Elsewhere it is empty: no other rank needs the room.
+        """
+        return collect_weights(self._residence, self._shape, rank=self._rank)
 
     # ------------------------------------------------------------ checkpoints
 

@@ -89,6 +89,24 @@ def gather_layers(
     residence.train(shape.active_of(rank), shape.frozen, keeps_frozen_state=rank == 0)
 
 
+def collect_weights(residence: Residence, shape: Shape, *, rank: int) -> dict[str, torch.Tensor]:
+    """All layers' parameters and buffers by name, in host memory, on rank 0; nothing elsewhere. Every rank calls it."""
+    found: dict[str, torch.Tensor] = {}
+    for layer in range(shape.layers):
+        owner = shape.ranks_of_replica(0)[shape.device_of(layer)]
+        is_mine = rank == owner
+        for name, (size, dtype) in residence.looks(layer).items():
+            tensor = residence.tensors(layer)[name].data if is_mine else None
+            if owner != 0 and tensor is not None:
+                dist.send(tensor.contiguous(), dst=0)
+            elif owner != 0 and rank == 0:
+                tensor = torch.empty(size, dtype=dtype, device=residence.device)
+                dist.recv(tensor, src=owner)
+            if rank == 0 and tensor is not None:
+                found[name] = tensor.detach().to("cpu", copy=True)
+    return found
+
+
 def _misfit(residence: Residence, given: Mapping[int, LayerState]) -> str:
     for layer, item in given.items():
         if not 0 <= layer < len(residence.layers):
