@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 
-.PHONY: venv demo test test-thorough test-cluster programs images check lint bench bench-core bench-quick bench-frameworks bench-anatomy simulate bench-cluster chaos constraints crds protos reference clean
+.PHONY: venv demo test test-thorough test-cluster programs images check lint bench bench-core bench-quick bench-frameworks bench-anatomy bench-elastic simulate bench-cluster chaos constraints crds protos reference clean
 
 venv: $(READY)
 
@@ -84,6 +84,10 @@ bench-frameworks: venv
 # What estimates of a step's memory are worth, beside the allocator's own peak; written to docs/bench-anatomy.md.
 bench-anatomy: venv
 	$(BIN)/python -m benchmarks.anatomy
+
+# The elastic pipeline beside a plain one and plain DDP, part by part; written to docs/bench-elastic.md.
+bench-elastic: venv
+	$(BIN)/python -m benchmarks.elastic
 
 # Goodput of intervals under failure traces, and the traffic of 1,000 and 10,000 nodes: simulated.
 simulate: venv

@@ -24,6 +24,8 @@ import torch.nn.functional as F  # noqa: N812  (the name that every PyTorch scri
 from tasks import Task, make_task
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from stepfast.torch import Checkpointer, every
@@ -58,12 +60,14 @@ def train(args: argparse.Namespace) -> None:
         weights = {name: weight for name, weight in torch.load(args.pretrained).items() if "classes" not in name}
         task.model.load_state_dict(weights, strict=False)  # but for the head's: these are other classes
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=args.lr, weight_decay=0.01)
-    weights = (train_plainly if args.mode == "ddp" else train_elastically)(args, task, optimizer)
+    steps = -(-len(task.train) // args.batch_size)
+    rate = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / steps) * max(0.0, 1 - step / (steps * args.epochs)))
+    weights = (train_plainly if args.mode == "ddp" else train_elastically)(args, task, optimizer, rate)
     if args.save_weights and dist.get_rank() == 0:
         torch.save(weights, args.save_weights)
 
 
-def train_elastically(args: argparse.Namespace, task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def train_elastically(args: argparse.Namespace, task: Task, optimizer: Optimizer, rate: LambdaLR) -> dict[str, Tensor]:
     # Stepfast: what trains the model, whatever its shape. Without a rule it stays the pipeline that it begins as; a
     # pipeline of one device is data parallelism.
     training = ElasticPipeline(
@@ -80,10 +84,13 @@ def train_elastically(args: argparse.Namespace, task: Task, optimizer: torch.opt
         seed=args.seed,
     )
     # Stepfast: its shape is part of the checkpoint, so a restart goes on at the shape that it had.
-    checkpointer = Checkpointer(training=training, interval=every(steps=args.save_every))
+    checkpointer = Checkpointer(
+        training=training, rate=rate, replicated=["rate"], interval=every(steps=args.save_every)
+    )
     log = Log(args, start=checkpointer.restore())
     for epoch in training.epochs(args.epochs):
         for step in training.steps():
+            rate.step()
             checkpointer.step(step.number)
             crash_if_asked(args, step.number)
         shape = training.shape
@@ -99,14 +106,14 @@ def train_elastically(args: argparse.Namespace, task: Task, optimizer: torch.opt
     return training.model_state_dict()
 
 
-def train_plainly(args: argparse.Namespace, task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def train_plainly(args: argparse.Namespace, task: Task, optimizer: Optimizer, rate: LambdaLR) -> dict[str, Tensor]:
     """With DistributedDataParallel."""
     model = DistributedDataParallel(task.model)
     sampler = DistributedSampler(task.train, seed=args.seed)
     loader = DataLoader(task.train, batch_size=args.batch_size // dist.get_world_size(), sampler=sampler)
     progress = {"epoch": 0, "step": 0}
     checkpointer = Checkpointer(
-        model=model, optimizer=optimizer, progress=progress, replicated=["optimizer", "progress"],
+        model=model, optimizer=optimizer, rate=rate, progress=progress, replicated=["optimizer", "rate", "progress"],
         interval=every(steps=len(loader)),
     )  # fmt: skip
     log = Log(args, start=checkpointer.restore())
@@ -118,6 +125,7 @@ def train_plainly(args: argparse.Namespace, task: Task, optimizer: torch.optim.O
             loss = F.cross_entropy(model(inputs), labels)
             loss.backward()
             optimizer.step()
+            rate.step()
             total += torch.tensor([loss.item(), 1.0])
             progress["step"] += 1
             crash_if_asked(args, progress["step"])

@@ -1,0 +1,227 @@
+"""`python -m benchmarks.elastic`: the elastic pipeline beside a plain pipeline and plain DDP, part by part.
+
+Writes docs/bench-elastic.md and its plots. Every cell is a real training of examples/elastic_pipeline under torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "elastic_pipeline"
+PAGE = ROOT / "docs" / "bench-elastic.md"
+SECONDS = 1200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A data set, the classes that the weights were trained on before, and those that are learned now."""
+
+    name: str
+    task: str
+    known: Sequence[int]
+    classes: Sequence[int]  # empty: all
+
+
+CASES = [
+    Case(name="digits, half of whose classes are known", task="digits", known=range(5), classes=()),
+    Case(name="digits that were never seen", task="digits", known=range(5), classes=range(5, 10)),
+    Case(name="texts from packages that were never seen", task="text", known=range(6), classes=range(6, 13)),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A way to train."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+FULL = Variant(name="plain DDP", arguments=("--mode", "ddp"))
+PIPELINE = Variant(name="plain pipeline", arguments=("--mode", "pipeline"))
+ELASTIC = Variant(name="elastic: all parts, default settings", arguments=("--mode", "elastic"))
+VARIANTS = [
+    PIPELINE,
+    FULL,
+    Variant(name="DDP with the same freezing", arguments=("--mode", "elastic", "--length", "1")),
+    ELASTIC,
+    Variant(name="elastic without AutoPipe (nor AutoDP)", arguments=("--mode", "elastic", "--no-packing")),
+    Variant(name="elastic without AutoDP", arguments=("--mode", "elastic", "--no-replicas")),
+    Variant(name="elastic without AutoCache", arguments=("--mode", "elastic", "--no-cache")),
+    Variant(name="elastic with the document's rule, α = 1/3", arguments=("--mode", "elastic", "--rule", "gradients")),
+]
+
+HEAD = """# The elastic pipeline, part by part
+
+`make bench-elastic` writes this page: {ranks} ranks (CPU processes, gloo, one thread each), models of twelve blocks
+and {width} features, {epochs} epochs, batches of {batch}, seeds {seeds}. All ways see every sample once an epoch, in
+one run on one machine, one after the other, seed by seed; the weights to begin with were trained on the known classes
+before, but for the head's.
+
+Seconds are medians over the seeds, start-up left out, evaluation and checkpoints included. The goal is {share:.0%} of
+the accuracy that the worst seed of full training ends with: a seed that does not reach it within the epochs is left out
+of the seconds to it, and said. Without freezing the elastic pipeline is the plain one.
+"""
+
+
+@dataclass(slots=True)
+class Runs:
+    """A variant's histories in a case, one a seed."""
+
+    rows: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def finals(self) -> list[float]:
+        return [rows[-1]["accuracy"] for rows in self.rows]
+
+    @property
+    def seconds(self) -> float:
+        return median([float(sum(row["seconds"] for row in rows)) for rows in self.rows])
+
+    def seconds_to(self, goal: float) -> list[float]:
+        """Of the seeds that reach it."""
+        found = []
+        for rows in self.rows:
+            ends = accumulate(row["seconds"] for row in rows)
+            reached = [end for end, row in zip(ends, rows, strict=True) if row["accuracy"] >= goal]
+            found += reached[:1]
+        return found
+
+
+def main() -> None:
+    """Runs all cells, seed by seed, and writes the page."""
+    options = _options()
+    folder = Path(tempfile.mkdtemp(prefix="bench-elastic-", dir=options.folder))
+    try:
+        sections = [_section(case, _measured(case, folder, options), options) for case in _cases(options)]
+        head = HEAD.format(
+            ranks=options.ranks, width=options.width, epochs=options.epochs, batch=options.batch_size,
+            seeds=", ".join(map(str, range(options.seeds))), share=options.share,
+        )  # fmt: skip
+        options.out.write_text("\n".join([head, *sections]), encoding="utf-8")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    return [case for case in CASES if not options.only or options.only in case.name]
+
+
+def _measured(case: Case, folder: Path, options: argparse.Namespace) -> dict[str, Runs]:
+    weights = folder / f"{CASES.index(case)}.pt"
+    if not weights.exists():
+        before = [
+            "--mode",
+            "pipeline",
+            "--length",
+            "1",
+            "--classes",
+            *map(str, case.known),
+            "--save-weights",
+            str(weights),
+        ]
+        _train(case, before, folder, options, seed=1000, ranks=1)
+    found = {variant.name: Runs() for variant in VARIANTS}
+    for seed in range(options.seeds):
+        for variant in VARIANTS:
+            classes = ["--classes", *map(str, case.classes)] if case.classes else []
+            arguments = [*variant.arguments, *classes, "--pretrained", str(weights)]
+            rows = _train(case, arguments, folder, options, seed=seed, ranks=options.ranks)
+            found[variant.name].rows.append(rows)
+            seconds = sum(row["seconds"] for row in rows)
+            print(f"{case.name}: {variant.name}, seed {seed}: {seconds:.0f} s, {rows[-1]['accuracy']:.3f}", flush=True)
+    return found
+
+
+def _train(
+    case: Case, arguments: Sequence[str], folder: Path, options: argparse.Namespace, *, seed: int, ranks: int
+) -> list[dict[str, Any]]:
+    history, storage = folder / "history.jsonl", folder / "storage"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+        str(EXAMPLE / "train.py"), "--task", case.task, "--seed", str(seed), "--epochs", str(options.epochs),
+        "--batch-size", str(options.batch_size), "--width", str(options.width), "--history", str(history), *arguments,
+    ]  # fmt: skip
+    environment = {**os.environ, "STEPFAST_STORAGE_URI": storage.as_uri(), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=SECONDS)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+        return [json.loads(line) for line in history.read_text().splitlines()]
+    finally:
+        history.unlink(missing_ok=True)
+        shutil.rmtree(storage, ignore_errors=True)
+
+
+def _section(case: Case, found: dict[str, Runs], options: argparse.Namespace) -> str:
+    full = found[FULL.name].finals + found[PIPELINE.name].finals
+    goal = options.share * min(full)
+    base = found[PIPELINE.name]
+    lines = [
+        f"## {case.name[0].upper()}{case.name[1:]}",
+        "",
+        f"Full training ends between {min(full):.3f} and {max(full):.3f}; the goal is {goal:.3f}.",
+        "",
+        "| | seconds to the goal | against the pipeline | seconds for all epochs | against it | accuracy at the end |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for name, runs in found.items():
+        reached, all_reached = runs.seconds_to(goal), base.seconds_to(goal)
+        to_goal = f"{median(reached):.0f}" if reached else "–"
+        if len(reached) < len(runs.rows):
+            to_goal += f" ({len(reached)} of {len(runs.rows)} seeds)"
+        faster = f"{median(all_reached) / median(reached):.2f}×" if reached and all_reached else "–"
+        lines.append(
+            f"| {name} | {to_goal} | {faster} | {runs.seconds:.0f} | {base.seconds / runs.seconds:.2f}× "
+            f"| {mean(runs.finals):.3f} ({', '.join(f'{final:.3f}' for final in runs.finals)}) |"
+        )
+    plot = _plotted(case, found, options)
+    return "\n".join([*lines, "", f"![Layers frozen, length, replicas, samples/s and accuracy over time]({plot})", ""])
+
+
+def _plotted(case: Case, found: dict[str, Runs], options: argparse.Namespace) -> str:
+    """The first seed's pictures, of the plain ways and the elastic one."""
+    pictures = options.out.with_suffix("")
+    pictures.mkdir(exist_ok=True)
+    logs = []
+    for variant in (PIPELINE, FULL, ELASTIC):
+        logs.append(pictures / f"{variant.name.partition(':')[0]}.jsonl")
+        logs[-1].write_text("".join(json.dumps(row) + "\n" for row in found[variant.name].rows[0]))
+    name = f"{case.task}-{CASES.index(case)}.svg"
+    subprocess.run(
+        [sys.executable, str(EXAMPLE / "plot.py"), *map(str, logs), "--out", str(pictures / name)], check=True
+    )
+    for log in logs:
+        log.unlink()
+    return f"{pictures.name}/{name}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, default=48)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--share", type=float, default=0.98, help="of the worst full training's accuracy: the goal")
+    parser.add_argument("--only", help="the case whose name holds this")
+    parser.add_argument("--folder", type=Path, help="for what comes and goes")
+    parser.add_argument("--out", type=Path, default=PAGE)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
