@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gangs import run_gang
+from stepfast.torch import Checkpointer
 from stepfast.torch.elastic_pipeline import ElasticPipeline, Evidence, MomentRule
 from stepfast.torch.rng import get_rng_state, set_rng_state
-from trainings import BATCH, Training, blocks, data, go_on, loss, make_random, random_blocks, tensors_of
+from trainings import (
+    BATCH,
+    Outcome,
+    Training,
+    blocks,
+    data,
+    distance,
+    go_on,
+    loss,
+    make_random,
+    random_blocks,
+    tensors_of,
+    train_alone,
+    train_to,
+)
 
 
 def train_and_go_back() -> list[tuple[int, int, int]]:
@@ -41,6 +58,39 @@ def train_and_go_back() -> list[tuple[int, int, int]]:
 def test_every_step_can_be_gone_back_to() -> None:
     shapes = run_gang(4, train_and_go_back)[0]
     assert [shapes[step - 1] for step in (1, 4, 7, 10)] == [(0, 4, 1), (3, 2, 2), (6, 1, 4), (1, 4, 1)]
+
+
+PLAIN = Training(model=blocks, steps=10, changes={2: 4, 8: 5}, options={"length": 2, "micro_batches": 1})
+
+
+def train_a_part(folder: Path, attempt: int, last: int) -> Outcome:
+    """From what is committed to that step, which is saved."""
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(
+        RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world_size,
+        STEPFAST_JOB="tests/parts", STEPFAST_RUN=f"parts-{attempt}", STEPFAST_STORAGE_URI=folder.as_uri(),
+    )  # fmt: skip
+    network, optimizer, scheduler = PLAIN.make(seed=attempt)
+    pipeline = PLAIN.pipeline(network, optimizer)
+    checkpointer = Checkpointer(pipeline=pipeline, scheduler=scheduler, replicated=["scheduler"])
+    start = checkpointer.restore()
+    outcome = train_to(pipeline, scheduler, network, optimizer, PLAIN, last)
+    checkpointer.save(last)
+    checkpointer.close()
+    assert len(outcome.losses) == last - start
+    return outcome
+
+
+def test_another_number_of_ranks_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
+    expected = train_alone(PLAIN)
+    losses = []
+    for attempt, (world_size, last) in enumerate([(4, 3), (2, 5), (8, 7), (4, 10)], start=1):
+        outcomes = run_gang(world_size, train_a_part, tmp_path, attempt, last)
+        losses += outcomes[0].losses
+    assert losses == pytest.approx(expected.losses, rel=0, abs=1e-12)
+    for outcome in outcomes:
+        assert distance(outcome.weights, expected.weights) < 1e-12
+        assert distance(outcome.moments, expected.moments) < 1e-12
 
 
 def saved_once_each() -> tuple[list[str], int]:

@@ -202,15 +202,23 @@ def train_as_rank(training: Training) -> Outcome:
     """By a gang: what this rank has of it. Rank 0's weights count: the others begin with other ones."""
     network, optimizer, scheduler = training.make(seed=1 + dist.get_rank())
     pipeline = training.pipeline(network, optimizer)
+    return train_to(pipeline, scheduler, network, optimizer, training, training.steps)
+
+
+def train_to(
+    pipeline: ElasticPipeline, scheduler: Any, network: nn.Module, optimizer: torch.optim.Optimizer,
+    training: Training, last: int,
+) -> Outcome:  # fmt: skip
+    """From where the pipeline stands, until so many steps are done."""
     losses, shapes = [], []
-    for _ in pipeline.epochs(training.steps):
+    for _ in pipeline.epochs(last):
         for step in pipeline.steps():
             scheduler.step()
             losses.append(pipeline.mean_loss())
             if (frozen := training.changes.get(step.number)) is not None:
                 pipeline.take(pipeline.shape_for(frozen))
             shapes.append((pipeline.shape.frozen, pipeline.shape.length, pipeline.shape.replicas))
-            if step.number == training.steps:
+            if step.number == last:
                 return _outcome(network, optimizer, losses, shapes)
     raise AssertionError("an epoch has steps")
 

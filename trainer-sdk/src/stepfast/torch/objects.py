@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,22 @@ from stepfast.torch.targets import OwnState
 
 RNG = "rng"
 _RESERVED = (RNG,)
+
+
+class Resharding(Protocol):
+    """An object whose ranks each hold a share of one state, and that divides it anew among another number of ranks."""
+
+    def load_rank_states(self, states: Mapping[int, Any]) -> None:
+        """Takes in what other ranks saved: every rank calls it alike, each with some of the states, by the rank that
+        saved them; all of them together are given all. Raises ValueError.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """What stands for an object's state where it was saved by another number of ranks."""
+
+    states: Mapping[int, Any]
 
 
 class ObjectSet:
@@ -42,6 +59,11 @@ class ObjectSet:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those of torch's kind."""
         return [item for item in self._objects.values() if isinstance(item, torch.optim.Optimizer)]
+
+    @property
+    def resharded_names(self) -> list[str]:
+        """Those that take in what another number of ranks has saved (`Resharding`)."""
+        return [name for name, item in self._objects.items() if _reshards(item)]
 
     def state(self) -> dict[str, Any]:
         """Each object's state by its name, and the random generators'. What DDP wraps is saved as what it wraps."""
@@ -96,18 +118,28 @@ class ObjectSet:
     def load(self, states: Mapping[str, Any], *, step: int) -> None:
         """Puts the states into the objects. Raises CheckpointMismatch when one does not take its own."""
         for name, item in self._objects.items():
-            if _has_state(item):
+            if isinstance(states[name], RankStates):
+                _translated(name, step, item.load_rank_states, states[name].states)
+            elif _has_state(item):
                 if _has_it_all(_unwrapped(item), states[name]):
                     continue
-                try:
-                    _unwrapped(item).load_state_dict(states[name])
-                except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-                    raise CheckpointMismatch(f"{name} does not take the state of step {step}: {error}") from error
+                _translated(name, step, _unwrapped(item).load_state_dict, states[name])
             elif isinstance(states[name], dict):
                 _update_in_place(item, states[name])
             else:
                 kind = type(states[name]).__name__
                 raise CheckpointMismatch(f"{name} is a dict and does not take the {kind} of step {step}")
+
+
+def _translated(name: str, step: int, load: Callable[[Any], object], state: Any) -> None:
+    try:
+        load(state)
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointMismatch(f"{name} does not take the state of step {step}: {error}") from error
+
+
+def _reshards(item: Any) -> bool:
+    return callable(getattr(item, "load_rank_states", None))
 
 
 def _has_state(item: Any) -> bool:

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 from stepfast.environment import Environment
 from stepfast.errors import CheckpointDamaged, CheckpointMismatch, GangError
 from stepfast.torch.gang import Gang
 from stepfast.torch.garbage import garbage_kept
-from stepfast.torch.objects import RNG, ObjectSet
+from stepfast.torch.objects import RNG, ObjectSet, RankStates
 from stepfast.torch.reader import StepReader, reading_threads
 from stepfast.torch.rng import set_rng_state
 from stepfast.torch.sources import Source
@@ -155,7 +156,8 @@ class Resumer:
             # What a single rank saved is equal on all ranks by nature; whether it is to be is said now.
             is_alone = reader.manifest.world_size == 1
             shared = self._objects.replicated_names if is_alone else document["replicatedObjects"]
-            own = [name for name, _ in document["structure"][1] if name != RNG and name not in shared]
+            free = {RNG, *shared, *self._objects.resharded_names}
+            own = [name for name, _ in document["structure"][1] if name not in free]
             if own:
                 raise CheckpointMismatch(
                     f"step {reader.step} was saved by {reader.manifest.world_size} ranks and these are "
@@ -176,6 +178,8 @@ class Resumer:
             self._objects.expect(names, step=reader.step)
             own = self._objects.own_states()
             root.update(reader.read(source_rank, own, weights_only=self._weights_only))
+            if reader.manifest.world_size != self._environment.world_size:
+                root.update(self._states_of_ranks(reader))
 
         topic = f"delivered/{self._calls}/{reader.step}"
         damage = self._together(topic, reader.step, read, lambda: reader.has_touched)
@@ -187,6 +191,18 @@ class Resumer:
         if rng is not None and source_rank == self._environment.rank:
             set_rng_state(rng)
         return ""
+
+    def _states_of_ranks(self, reader: StepReader) -> dict[str, RankStates]:
+        """Of objects that divide their state anew, this rank's share of what the ranks saved."""
+        names = self._objects.resharded_names
+        if not names:
+            return {}
+        found: dict[str, dict[int, Any]] = {name: {} for name in names}
+        for rank in range(self._environment.rank, reader.manifest.world_size, self._environment.world_size):
+            items = reader.read_objects(rank, names, lambda _: "cpu", weights_only=self._weights_only)
+            for name, item in items.items():
+                found[name][rank] = item
+        return {name: RankStates(states) for name, states in found.items()}
 
     def _source_rank(self, reader: StepReader) -> int:
         """The rank whose file is this one's: its own, where the gang that saved had one of that number."""

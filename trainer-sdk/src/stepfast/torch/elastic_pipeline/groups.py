@@ -49,6 +49,12 @@ class Messages:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor.tolist()
 
+    def all(self, value: Any) -> list[Any]:
+        """Every rank's, by rank."""
+        said: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(said, value, group=self.group)
+        return said
+
     def from_first(self, value: Any) -> Any:
         """Rank 0's."""
         said = [value]

@@ -282,39 +282,49 @@ class ElasticPipeline:
 
         Raises ValueError where it is not this training's: other layers, other data, another order.
         """
-        self._check(state)
-        shape = Shape.from_document(state["shape"])
-        if shape.world_size != self._world_size or shape.layers != len(self._sizes):
-            raise ValueError(
-                f"it was saved by {shape.world_size} ranks with {shape.layers} layers, and these are "
-                f"{self._world_size} with {len(self._sizes)}"
-            )
-        given = {
-            layer: LayerState(tensors=item["tensors"], states=item["optimizer"])
-            for layer, item in state["layers"].items()
-        }
-        self._leave_shape()
-        self._shape = shape
-        gather_layers(self._residence, given, shape, rank=self._rank, message_group=self._messages.group)
-        self._done, self._epoch, self._place = state["step"], state["epoch"], state["place"]
-        self._micro_batches.found = dict(state["microBatches"])
-        for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
-            group.update(saved)
-        if self._rule is not None and state["rule"] is not None:
-            self._rule.load_state_dict(state["rule"])
-        self._take_shape()
-        squares = {layer: item["square"] for layer, item in state["layers"].items() if item["square"] is not None}
-        self._gradients.take_up(state["notedSteps"], self._all_squares(squares))
+        self._load([state])
 
-    def _check(self, state: Mapping[str, Any]) -> None:
+    def load_rank_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Goes on from what another number of ranks has saved, with as many layers frozen; every rank calls it, each
+        with some of their states, by rank.
+
+        Raises ValueError as `load_state_dict`.
+        """
+        self._load(list(states.values()))
+
+    def _load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if problem := next(filter(None, self._messages.all(next(filter(None, map(self._misfit, states)), ""))), ""):
+            raise ValueError(problem)
+        common = self._messages.from_first(
+            {key: value for key, value in states[0].items() if key != "layers"} if states else None
+        )
+        saved = Shape.from_document(common["shape"])
+        items = {layer: item for state in states for layer, item in state["layers"].items()}
+        given = {layer: LayerState(tensors=item["tensors"], states=item["optimizer"]) for layer, item in items.items()}
+        self._leave_shape()
+        self._shape = saved if saved.world_size == self._world_size else self.shape_for(saved.frozen)
+        gather_layers(self._residence, given, self._shape, rank=self._rank, message_group=self._messages.group)
+        self._done, self._epoch, self._place = common["step"], common["epoch"], common["place"]
+        self._micro_batches.found = dict(common["microBatches"])
+        for group, values in zip(self._optimizer.param_groups, common["groups"], strict=True):
+            group.update(values)
+        if self._rule is not None and common["rule"] is not None:
+            self._rule.load_state_dict(common["rule"])
+        self._take_shape()
+        squares = {layer: item["square"] for layer, item in items.items() if item["square"] is not None}
+        self._gradients.take_up(common["notedSteps"], self._all_squares(squares))
+
+    def _misfit(self, state: Mapping[str, Any]) -> str:
+        """Why it is not this training's state; nothing if it is."""
         if state.get("version") != _VERSION:
-            raise ValueError(f"an elastic pipeline's state of version {state.get('version')}, not {_VERSION}")
+            return f"an elastic pipeline's state of version {state.get('version')}, not {_VERSION}"
         if state["order"] != asdict(self._order):
-            raise ValueError(f"the samples' order was {state['order']}, and is {asdict(self._order)} now")
-        if len(state["groups"]) != len(self._optimizer.param_groups):
-            raise ValueError(
-                f"the optimizer had {len(state['groups'])} groups, and has {len(self._optimizer.param_groups)} now"
-            )
+            return f"the samples' order was {state['order']}, and is {asdict(self._order)} now"
+        if (groups := len(state["groups"])) != len(self._optimizer.param_groups):
+            return f"the optimizer had {groups} groups, and has {len(self._optimizer.param_groups)} now"
+        if (layers := state["shape"]["stages"][-1][1]) != len(self._sizes):
+            return f"it was saved with {layers} layers, and there are {len(self._sizes)}"
+        return ""
 
     def _all_squares(self, own: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """What owners say of each layer, for the layers that this rank trains."""
