@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from trainings import (
     go_on,
     loss,
     make_random,
+    outcome_of,
     random_blocks,
     tensors_of,
     train_alone,
@@ -31,10 +35,10 @@ from trainings import (
 )
 
 
-def train_and_go_back() -> list[tuple[int, int, int]]:
+def train_and_go_back(make: Callable[[], Any]) -> list[tuple[int, int, int]]:
     """Trains, then goes back to each step and trains from there anew: the ends are equal, bit for bit."""
     torch.manual_seed(dist.get_rank())
-    pipeline, scheduler, network, optimizer = make_random()
+    pipeline, scheduler, network, optimizer = make()
     states = {}
     shapes = []
     for step in go_on(pipeline, scheduler):
@@ -43,7 +47,7 @@ def train_and_go_back() -> list[tuple[int, int, int]]:
         shapes.append((pipeline.shape.frozen, pipeline.shape.length, pipeline.shape.replicas))
     expected = tensors_of(network, optimizer)
     for step in states:
-        pipeline, scheduler, network, optimizer = make_random()
+        pipeline, scheduler, network, optimizer = make()
         pipeline.load_state_dict(copy.deepcopy(states[step]["pipeline"]))
         scheduler.load_state_dict(states[step]["scheduler"])
         set_rng_state(states[step]["rng"])
@@ -55,8 +59,15 @@ def train_and_go_back() -> list[tuple[int, int, int]]:
     return shapes
 
 
-def test_every_step_can_be_gone_back_to() -> None:
-    shapes = run_gang(4, train_and_go_back)[0]
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make_random, id="random samples"),
+        pytest.param(partial(make_random, data, cache=True), id="activations from the cache"),
+    ],
+)
+def test_every_step_can_be_gone_back_to(make: Callable[[], Any]) -> None:
+    shapes = run_gang(4, train_and_go_back, make)[0]
     assert [shapes[step - 1] for step in (1, 4, 7, 10)] == [(0, 4, 1), (3, 2, 2), (6, 1, 4), (1, 4, 1)]
 
 
@@ -74,11 +85,11 @@ def train_a_part(folder: Path, attempt: int, last: int) -> Outcome:
     pipeline = PLAIN.pipeline(network, optimizer)
     checkpointer = Checkpointer(pipeline=pipeline, scheduler=scheduler, replicated=["scheduler"])
     start = checkpointer.restore()
-    outcome = train_to(pipeline, scheduler, network, optimizer, PLAIN, last)
+    losses, shapes = train_to(pipeline, scheduler, PLAIN, last)
     checkpointer.save(last)
     checkpointer.close()
-    assert len(outcome.losses) == last - start
-    return outcome
+    assert len(losses) == last - start
+    return outcome_of(network, optimizer, losses, shapes)
 
 
 def test_another_number_of_ranks_goes_on_where_the_first_stopped(tmp_path: Path) -> None:

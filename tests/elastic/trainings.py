@@ -187,7 +187,7 @@ def train_alone(training: Training) -> Outcome:
                 for parameter in layer.module.parameters():
                     parameter.requires_grad_(number >= frozen)
                     parameter.grad = None
-    return _outcome(network, optimizer, losses, [])
+    return outcome_of(network, optimizer, losses, [])
 
 
 def _applied(network: nn.Module, inputs: Any) -> Any:
@@ -202,14 +202,14 @@ def train_as_rank(training: Training) -> Outcome:
     """By a gang: what this rank has of it. Rank 0's weights count: the others begin with other ones."""
     network, optimizer, scheduler = training.make(seed=1 + dist.get_rank())
     pipeline = training.pipeline(network, optimizer)
-    return train_to(pipeline, scheduler, network, optimizer, training, training.steps)
+    losses, shapes = train_to(pipeline, scheduler, training, training.steps)
+    return outcome_of(network, optimizer, losses, shapes)
 
 
 def train_to(
-    pipeline: ElasticPipeline, scheduler: Any, network: nn.Module, optimizer: torch.optim.Optimizer,
-    training: Training, last: int,
-) -> Outcome:  # fmt: skip
-    """From where the pipeline stands, until so many steps are done."""
+    pipeline: ElasticPipeline, scheduler: Any, training: Training, last: int
+) -> tuple[list[float], list[tuple[int, int, int]]]:
+    """From where the pipeline stands, until so many steps are done: their losses, and the shapes after them."""
     losses, shapes = [], []
     for _ in pipeline.epochs(last):
         for step in pipeline.steps():
@@ -219,13 +219,14 @@ def train_to(
                 pipeline.take(pipeline.shape_for(frozen))
             shapes.append((pipeline.shape.frozen, pipeline.shape.length, pipeline.shape.replicas))
             if step.number == last:
-                return _outcome(network, optimizer, losses, shapes)
+                return losses, shapes
     raise AssertionError("an epoch has steps")
 
 
-def _outcome(
+def outcome_of(
     network: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float], shapes: list[tuple[int, int, int]]
 ) -> Outcome:
+    """What this process has now."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     return Outcome(
         losses=losses,
@@ -284,11 +285,15 @@ RANDOM = Training(
 )
 
 
-def make_random() -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
+def make_random(
+    samples: Callable[[], Dataset[Any]] = Augmented, **options: Any
+) -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
+    samples: Callable[[], Dataset[Any]] = Augmented, **options: Any
+) -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
     """Its pipeline, scheduler, model and optimizer; every rank of the gang calls it."""
     network, optimizer, scheduler = RANDOM.make()
     pipeline = ElasticPipeline(
-        network, optimizer, loss, data=Augmented(), batch_size=BATCH, rule=Steadily(), **RANDOM.options
+        network, optimizer, loss, data=samples(), batch_size=BATCH, rule=Steadily(), **RANDOM.options, **options
     )
     return pipeline, scheduler, network, optimizer
 

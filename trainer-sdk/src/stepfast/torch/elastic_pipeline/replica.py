@@ -44,6 +44,7 @@ class Replica:
                    [layers[i].module for i in shape.stages[number]])
             for number in self._numbers
         ]  # fmt: skip
+        self._headless = [_Stage([], [layers[i].module for i in shape.stages[0]]), *self._modules[1:]]
         # A schedule knows what its tensors look like: there is one for each look of a micro-batch, and number of them.
         self._schedules: dict[Any, Any] = {}
         self._weight = 0.0
@@ -60,12 +61,13 @@ class Replica:
         return self._place.device == self._shape.length - 1
 
     def forward_backward(
-        self, batch: Value | None, target: Value | None, samples: int, micro_batches: int, weight: float
-    ) -> torch.Tensor | None:
+        self, batch: Value | None, target: Value | None, samples: int, micro_batches: int, *, weight: float,
+        is_cached: bool,
+    ) -> torch.Tensor | None:  # fmt: skip
         """The gradients of the batch's mean loss times `weight`, added to what is there; the last device's sum of it.
 
         batch: on the first device; target: on the last one. samples: how many there are.
-        micro_batches: a divisor of `samples`.
+        micro_batches: a divisor of `samples`. is_cached: the batch is what the frozen layers give.
         """
         sizes = [samples // micro_batches] * micro_batches
         batches = None if batch is None else parts(batch, sizes)
@@ -76,13 +78,13 @@ class Replica:
             assert targets is not None
             losses = []
             for inputs, wanted in zip(batches, targets, strict=True):
-                loss = self._loss(self._run(inputs), wanted) * share
+                loss = self._loss(self._run(inputs, is_cached=is_cached), wanted) * share
                 loss.backward()  # type: ignore[no-untyped-call] # torch's
                 losses.append(loss.detach())
             return torch.stack(losses).sum()
         self._weight = share
         losses = []
-        self._schedule(samples, micro_batches, trains=True).step(
+        self._schedule(samples, micro_batches, trains=True, is_cached=is_cached).step(
             arg_mbs=None if batches is None else [_arguments(inputs) for inputs in batches],
             kwarg_mbs=[{}] * micro_batches, target_mbs=targets, losses=losses, return_outputs=False,
         )  # fmt: skip
@@ -92,26 +94,29 @@ class Replica:
     def output(self, batch: Value | None, samples: int) -> Value | None:
         """What the model gives, on the last device."""
         if self._shape.length == 1:
-            return self._run(batch)
+            return self._run(batch, is_cached=False)
         devices = self._shape.length
         pieces = micro_batch_counts(samples, devices, devices, devices=devices, schedule=self._kind)[0]
         batches = None if batch is None else parts(batch, [samples // pieces] * pieces)
-        return self._schedule(samples, pieces, trains=False).step(
+        return self._schedule(samples, pieces, trains=False, is_cached=False).step(
             arg_mbs=None if batches is None else [_arguments(inputs) for inputs in batches],
             kwarg_mbs=[{}] * pieces,
         )  # fmt: skip
 
-    def _run(self, inputs: Value) -> Value:
-        for module in self._modules:
+    def _run(self, inputs: Value, *, is_cached: bool) -> Value:
+        for module in self._stages(is_cached=is_cached):
             inputs = module(*_arguments(inputs))
         return inputs
 
-    def _schedule(self, samples: int, micro_batches: int, *, trains: bool) -> Any:
-        key = (samples, micro_batches, trains)
+    def _stages(self, *, is_cached: bool) -> Sequence[_Stage]:
+        return self._headless if is_cached and self.is_first else self._modules
+
+    def _schedule(self, samples: int, micro_batches: int, *, trains: bool, is_cached: bool) -> Any:
+        key = (samples, micro_batches, trains, is_cached)
         if key not in self._schedules:
             stages = [
                 PipelineStage(module, number, len(self._shape.stages), self._device, group=self._group)
-                for number, module in zip(self._numbers, self._modules, strict=True)
+                for number, module in zip(self._numbers, self._stages(is_cached=is_cached), strict=True)
             ]
             loss = self._weighed_loss if trains else None
             kind: Any

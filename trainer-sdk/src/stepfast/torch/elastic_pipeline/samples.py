@@ -9,16 +9,26 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from stepfast.torch.elastic_pipeline.order import mixed
-from stepfast.torch.elastic_pipeline.values import mapped
+from stepfast.torch.elastic_pipeline.order import mixed, shares
+from stepfast.torch.elastic_pipeline.values import mapped, samples_in
 from stepfast.torch.rng import get_rng_state, rng_state_kept
 
 Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Of a batch, what is one replica's: the samples' numbers; inputs and targets where they were asked for."""
+
+    numbers: Sequence[int]
+    inputs: Any = None
+    targets: Any = None
 
 
 class Samples:
@@ -42,12 +52,40 @@ class Samples:
         if self._is_random is None:
             with rng_state_kept():
                 self.data[0]  # what it imports or sets up when it is first asked is no part of the question
-                before = _fingerprint()
+                before = fingerprint()
                 self.data[0]
-                self._is_random = before != _fingerprint()
+                self._is_random = before != fingerprint()
         return self._is_random
 
-    def batches(self, epoch: int, batches: Sequence[Sequence[int]]) -> Iterator[tuple[Any, Any]]:
+    def inputs(self, numbers: Sequence[int]) -> Any:
+        """Of these samples, as one batch; only where they are not random."""
+        collate = self._collate if self._collate is not None else default_collate
+        return collate([self.data[number] for number in numbers])[0]
+
+    def shares(
+        self, epoch: int, batches: Sequence[Sequence[int]], *, replica: int | None, replicas: int, inputs: bool,
+        targets: bool,
+    ) -> Iterator[Share]:  # fmt: skip
+        """A replica's share of each batch of sample numbers, in that epoch; None: nothing is that rank's."""
+        own = []
+        for batch in batches:
+            positions = shares(len(batch), replicas)[replica] if replica is not None else range(0)
+            own.append([batch[position] for position in positions])
+        loaded = self._loaded(epoch, [numbers for numbers in own if numbers]) if inputs or targets else None
+        for numbers in own:
+            if loaded is None or not numbers:
+                yield Share(numbers=numbers)
+                continue
+            batch_inputs, batch_targets = next(loaded)
+            if samples_in(batch_inputs) != len(numbers):
+                raise ValueError(f"{len(numbers)} samples were collated to {samples_in(batch_inputs)}")
+            yield Share(
+                numbers=numbers,
+                inputs=batch_inputs if inputs else None,
+                targets=batch_targets if targets else None,
+            )
+
+    def _loaded(self, epoch: int, batches: Sequence[Sequence[int]]) -> Iterator[tuple[Any, Any]]:
         """The inputs and targets of each batch of sample numbers, in that epoch."""
         keys = [[(epoch, index) for index in batch] for batch in batches]
         loader: DataLoader[Any] = DataLoader(
@@ -88,5 +126,6 @@ def _seed(seed: int) -> None:
         np.random.seed(seed % 2**32)
 
 
-def _fingerprint() -> str:
+def fingerprint() -> str:
+    """Of the states of the process' random generators."""
     return repr(mapped(get_rng_state(), lambda tensor: tensor.tolist()))

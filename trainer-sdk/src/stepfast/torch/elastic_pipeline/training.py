@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,17 +17,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
+from stepfast.torch.elastic_pipeline.autocache import AutoCache
 from stepfast.torch.elastic_pipeline.evidence import gather
 from stepfast.torch.elastic_pipeline.freezing import FreezingRule
 from stepfast.torch.elastic_pipeline.gradients import Gradients
 from stepfast.torch.elastic_pipeline.groups import Messages, ShapeGroups
 from stepfast.torch.elastic_pipeline.layers import split
 from stepfast.torch.elastic_pipeline.microbatches import MicroBatches, Schedule
-from stepfast.torch.elastic_pipeline.order import SampleOrder, shares
+from stepfast.torch.elastic_pipeline.order import SampleOrder
 from stepfast.torch.elastic_pipeline.planning import ShapePlan
 from stepfast.torch.elastic_pipeline.replica import Loss, Replica
 from stepfast.torch.elastic_pipeline.residence import Residence
-from stepfast.torch.elastic_pipeline.samples import Collate, Samples
+from stepfast.torch.elastic_pipeline.samples import Collate, Samples, Share
 from stepfast.torch.elastic_pipeline.shape import Shape
 from stepfast.torch.elastic_pipeline.transfer import (
     LayerState,
@@ -35,7 +37,7 @@ from stepfast.torch.elastic_pipeline.transfer import (
     reshape,
     spread,
 )
-from stepfast.torch.elastic_pipeline.values import mapped, samples_in
+from stepfast.torch.elastic_pipeline.values import mapped
 from stepfast.torch.rng import rng_state_kept
 
 Metric = Callable[[Any, Any], torch.Tensor]  # (output, target) → the mean over the samples
@@ -75,6 +77,8 @@ class ElasticPipeline:
         micro_batches: into which a replica's batch is divided, for each device of the pipeline (as near as they can
             be alike); None: from one to six, the fastest for each length, found by trying them once.
         max_gradient_norm: gradients are scaled to it where their 2-norm is larger.
+        cache: whether what frozen layers give is kept, and shared by the processes of a node (AutoCache); None: where
+            that is faster than to compute it.
         seed, shuffle, drop_last: of the order of samples. collate, workers: as DataLoader's collate_fn, num_workers.
         device: None: the process' CUDA device where there is one, else the host.
 
@@ -99,6 +103,7 @@ class ElasticPipeline:
         device_bytes: int | None = None,
         micro_batches: int | None = None,
         max_gradient_norm: float | None = None,
+        cache: bool | None = None,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -127,6 +132,10 @@ class ElasticPipeline:
         )  # fmt: skip
         self._shape = self.shape_for(0)
         self._micro_batches = MicroBatches(batch_size, self._schedule, micro_batches)
+        self._cache = AutoCache(
+            self._residence.layers, self._samples, self._messages, policy=cache, memory=self._node_memory,
+            device=self._residence.device,
+        )  # fmt: skip
         self._done = 0  # steps, since the beginning
         self._epoch = self._place = 0  # epochs that are over; steps that are done of this one
         self._loss_sum, self._loss_steps = torch.zeros((), dtype=torch.float64, device=self._residence.device), 0
@@ -179,8 +188,8 @@ class ElasticPipeline:
         """
         while self._place < self._order.steps_per_epoch:
             shape, done = self._shape, self._done
-            for inputs, targets, samples in self._loaded():
-                self._train(inputs, targets, samples)
+            for share in self._loaded():
+                self._train(share)
                 self._done = done = done + 1
                 self._place += 1
                 yield TrainedStep(number=done, epoch=self._epoch)
@@ -233,10 +242,13 @@ class ElasticPipeline:
             layer.module.eval()
         total = 0.0
         try:
-            for inputs, targets, count in self._shared(samples, 0, batches):
-                output = self._replica.output(inputs, count) if self._replica is not None and count else None
+            for share in self._shares(samples, 0, batches):
+                count = len(share.numbers)
+                if self._replica is None or not count:
+                    continue
+                output = self._replica.output(self._placed(share.inputs), count)
                 if output is not None:
-                    total += float(metric(output, targets)) * count
+                    total += float(metric(output, self._placed(share.targets))) * count
         finally:
             for layer, mode in zip(self._residence.layers, modes, strict=True):
                 layer.module.train(mode)
@@ -263,6 +275,7 @@ class ElasticPipeline:
             "order": asdict(self._order),
             "shape": self._shape.to_document(),
             "microBatches": dict(self._micro_batches.found),
+            "cachePays": dict(self._cache.pays),
             "rule": self._rule.state_dict() if self._rule is not None else None,
             "groups": [_without_parameters(group) for group in self._optimizer.param_groups],
             "notedSteps": noted,
@@ -306,6 +319,7 @@ class ElasticPipeline:
         gather_layers(self._residence, given, self._shape, rank=self._rank, message_group=self._messages.group)
         self._done, self._epoch, self._place = common["step"], common["epoch"], common["place"]
         self._micro_batches.found = dict(common["microBatches"])
+        self._cache.pays = dict(common["cachePays"])
         for group, values in zip(self._optimizer.param_groups, common["groups"], strict=True):
             group.update(values)
         if self._rule is not None and common["rule"] is not None:
@@ -337,45 +351,41 @@ class ElasticPipeline:
 
     # ------------------------------------------------------------ a step
 
-    def _loaded(self) -> Iterator[tuple[Any, Any, int]]:
+    def _loaded(self) -> Iterator[Share]:
         order = self._order.epoch(self._epoch)
         left = range(self._place, self._order.steps_per_epoch)
-        return self._shared(self._samples, self._epoch, [self._order.batch(order, step).tolist() for step in left])
+        return self._shares(self._samples, self._epoch, [self._order.batch(order, step).tolist() for step in left])
 
-    def _shared(self, samples: Samples, epoch: int, batches: Sequence[Sequence[int]]) -> Iterator[tuple[Any, Any, int]]:
-        """This replica's share of each batch: inputs and targets where this rank needs them, and how many there are."""
+    def _shares(self, samples: Samples, epoch: int, batches: Sequence[Sequence[int]]) -> Iterator[Share]:
         place, replica = self._shape.place(self._rank), self._replica
-        own = []
-        for batch in batches:
-            share = shares(len(batch), self._shape.replicas)[place.replica] if place is not None else range(0)
-            own.append([batch[position] for position in share])
-        needs = replica is not None and (replica.is_first or replica.is_last)
-        loaded = samples.batches(epoch, [batch for batch in own if batch]) if needs else None
-        for batch in own:
-            if loaded is None or replica is None or not batch:
-                yield None, None, len(batch)
-                continue
-            inputs, targets = next(loaded)
-            if samples_in(inputs) != len(batch):
-                raise ValueError(f"a batch of {len(batch)} samples was collated to {samples_in(inputs)}")
-            yield (
-                self._placed(inputs) if replica.is_first else None,
-                self._placed(targets) if replica.is_last else None,
-                len(batch),
-            )
+        return samples.shares(
+            epoch, batches, replica=None if place is None else place.replica, replicas=self._shape.replicas,
+            inputs=replica is not None and replica.is_first, targets=replica is not None and replica.is_last,
+        )  # fmt: skip
 
     def _placed(self, value: Any) -> Any:
         return mapped(value, lambda tensor: tensor.to(self._residence.device, non_blocking=True))
 
-    def _train(self, inputs: Any, targets: Any, samples: int) -> None:
+    def _train(self, share: Share) -> None:
+        samples, inputs, targets = len(share.numbers), share.inputs, self._placed(share.targets)
+        is_cached = self._cache.is_used(share.numbers, inputs)
+        if is_cached and inputs is not None:
+            inputs = self._cache.activations(share.numbers, inputs)
+        inputs = self._placed(inputs)
         batch = min(self._order.batch_size, self._samples.size - self._place * self._order.batch_size)
+
+        def passes(count: int, weight: float) -> torch.Tensor | None:
+            if self._replica is None:
+                return None
+            return self._replica.forward_backward(inputs, targets, samples, count, weight=weight, is_cached=is_cached)
+
         count = self._micro_batches.choose(
-            self._shape, samples, lambda count: self._try(inputs, targets, samples, count), self._messages
+            self._shape, samples, lambda count: self._try(partial(passes, count, 1.0), count), self._messages
         )
         if self._replica is not None:
             self._gradients.begin(count)
             if samples:
-                loss = self._replica.forward_backward(inputs, targets, samples, count, samples / batch)
+                loss = passes(count, samples / batch)
                 if loss is not None:
                     self._loss_sum += loss
             self._gradients.finish()
@@ -387,15 +397,13 @@ class ElasticPipeline:
         self._share_buffers()
         self._loss_steps += 1
 
-    def _try(self, inputs: Any, targets: Any, samples: int, count: int) -> None:
+    def _try(self, passes: Callable[[], object], count: int) -> None:
         """The passes of a step with so many micro-batches, which leave no trace."""
-        if self._replica is None:
-            return
         buffers = [buffer for layer in self._residence.held for buffer in self._residence.buffers(layer)]
         before = [buffer.clone() for buffer in buffers]
         with rng_state_kept():
             self._gradients.begin(count)
-            self._replica.forward_backward(inputs, targets, samples, count, 1.0)
+            passes()
             self._gradients.finish()
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
@@ -436,6 +444,10 @@ class ElasticPipeline:
             for layer in sorted(self._shape.active_of(self._rank))
         }  # fmt: skip
         self._gradients = Gradients(trained, self._groups.device)
+        self._cache.freeze(self._shape.frozen)
+
+    def _node_memory(self, size_bytes: int) -> torch.Tensor | None:
+        return torch.zeros(size_bytes, dtype=torch.uint8)
 
     def _leave_shape(self) -> None:
         self._gradients.close()

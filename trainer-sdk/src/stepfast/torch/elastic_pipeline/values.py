@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,28 @@ def mapped(value: Value, change: Callable[[torch.Tensor], Any]) -> Value:
     if isinstance(value, dict):
         return {key: mapped(item, change) for key, item in value.items()}
     return value
+
+
+def leaves(value: Value) -> list[torch.Tensor]:
+    """The nest's tensors, in order."""
+    found: list[torch.Tensor] = []
+    mapped(value, found.append)
+    return found
+
+
+def rebuilt(template: Value, tensors: Iterable[torch.Tensor]) -> Value:
+    """The nest with these tensors in the places of its Nones."""
+    left = iter(tensors)
+
+    def fill(node: Value) -> Value:
+        if node is None:
+            return next(left)
+        if isinstance(node, (tuple, list)):
+            items = [fill(item) for item in node]
+            return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+        return {key: fill(item) for key, item in node.items()} if isinstance(node, dict) else node
+
+    return fill(template)
 
 
 def parts(value: Value, sizes: list[int]) -> list[Value]:
