@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from stepfast.layout import Manifest, PartRef, RecordInvalid, parse_data_path
 
 REFERRED = "stepfast.referred"  # the key in the metadata of a file's header
+STATE_VERSION = 2  # of the description of a rank's state in its file
+REFERRING_VERSION = 3  # of one some of which is in other files: who does not know of that must not read it
 MAX_REFERRED = 8  # steps that one step may refer to: each is kept by retention as long as it is, and named in its slot
 
 

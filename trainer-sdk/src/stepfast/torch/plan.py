@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stepfast.references import REFERRED, Reference, steps_of, to_text
+from stepfast.references import REFERRED, REFERRING_VERSION, STATE_VERSION, Reference, steps_of, to_text
 from stepfast.tensorfile import HeaderPlan, TensorSpec
 from stepfast.torch import sharing
 from stepfast.torch.dtypes import NATIVE, as_stored, parse_dtype, stored_form
@@ -26,8 +26,6 @@ from stepfast.torch.retrace import Retrace
 from stepfast.torch.sharing import Base, Sharing
 from stepfast.torch.state import Collected, Found, Json
 
-STATE_VERSION = 2
-REFERRING_VERSION = 3  # of a state some of which is in older steps' files: who does not know of that must not read it
 _shape, _dtype, _pointer = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.data_ptr
 _MIN_CUT_BYTES = 64 * 1024  # smaller tensors are not cut into rows
 

@@ -28,11 +28,11 @@ from stepfast.layout import (
     manifest_path,
     step_folder,
 )
-from stepfast.references import Reference, from_metadata, part_of
+from stepfast.references import REFERRING_VERSION, STATE_VERSION, Reference, from_metadata, part_of
 from stepfast.step import Tier
 from stepfast.torch import sharing, targets
 from stepfast.torch.dtypes import NATIVE, as_movable, parse_dtype
-from stepfast.torch.plan import REFERRING_VERSION, STATE_VERSION, Rows, divide, piece_name, row_dimension
+from stepfast.torch.plan import Rows, divide, piece_name, row_dimension
 from stepfast.torch.sharing import Base, Sharing
 from stepfast.torch.sources import Source, read_record
 from stepfast.torch.state import Json, leaves, rebuild, tensors_in
