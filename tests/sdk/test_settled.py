@@ -284,6 +284,20 @@ def test_step_that_is_not_committed_is_not_referred_to(bench: Any) -> None:
     assert same(restored(bench)[1], model.layers)
 
 
+def test_newest_of_several_files_that_hold_a_layer_is_referred_to(bench: Any) -> None:
+    model = Layers(2, value=1.0)
+    model.freeze(0)
+    checkpointer = bench.make(model=model)
+    manifest = bench.step_folder(1) / "manifest.json"
+    save(checkpointer, 1)
+    manifest.rename(bench.folder / "late")
+    save(checkpointer, 2)
+    (bench.folder / "late").rename(manifest)
+    save(checkpointer, 3)
+
+    assert refers(bench, 3) == (2,)  # so that the older one may go
+
+
 def test_first_save_of_a_run_and_the_first_after_a_restore_are_full(bench: Any) -> None:
     checkpointer, held = half_frozen(bench, steps=2, floats=FLOATS)
     bench.leave(checkpointer)
