@@ -33,6 +33,7 @@ from stepfast.references import REFERRED, Reference, from_metadata, steps_of, to
 from stepfast.retention import steps_to_remove
 from stepfast.storage import Store, open_store
 from stepfast.tensorfile import HeaderPlan, TensorSpec
+from stepfast_sidecar.persist import JobPersister
 
 JOB = "default/train"
 RUN = "uid1-0"
@@ -213,6 +214,22 @@ def test_step_that_others_refer_to_is_not_removed_alone(tmp_path: Path) -> None:
     assert committed(store) == []
 
 
+# ---------------------------------------------------------------- restoring ahead of time
+
+
+def test_files_to_restore_are_also_those_that_a_step_refers_to(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    for step, refers in ((1, ()), (2, ()), (3, (1,))):
+        commit(store, step, refers)
+    persister = JobPersister(store, JOB)
+    try:
+        found = persister.files_to_restore(step=None, first_rank=0, ranks=1)
+        assert found == [data_path(3, RUN, "state", 0, 1), data_path(1, RUN, "state", 0, 1)]
+        assert persister.files_to_restore(step=2, first_rank=0, ranks=1) == [data_path(2, RUN, "state", 0, 1)]
+    finally:
+        persister.close()
+
+
 # ---------------------------------------------------------------- rolling back
 
 
@@ -222,7 +239,7 @@ def test_superseded_step_comes_back_only_after_what_it_refers_to(tmp_path: Path)
     commit(store, 2)
     commit(store, 3, (2,))
     assert catalog.supersede_after(store, JOB, 1) == [2, 3]
-    with pytest.raises(ReferenceMissing, match="refers to step 2, .*reinstate that first"):
+    with pytest.raises(ReferenceMissing, match=r"refers to step 2, .*reinstate that first"):
         catalog.reinstate(store, JOB, 3, RUN)
     catalog.reinstate(store, JOB, 2, RUN)
     assert catalog.reinstate(store, JOB, 3, RUN).refers == (2,)

@@ -127,6 +127,24 @@ def test_files_larger_than_the_ranks_share_of_memory_refer_too(start_agent: Call
     assert same(restored(bench)[1], held[-1])
 
 
+def test_share_that_is_frozen_may_grow_and_shrink(any_bench: Any) -> None:
+    model = Layers(10, 50_000)
+    checkpointer = any_bench.make(model=model)
+    for step, frozen in enumerate([0, 9, 9, 9, 0, 5, 5], start=1):
+        for number in range(10):
+            if number < frozen:
+                model.freeze(number)
+            else:
+                model.thaw(number)
+        model.train()
+        save(checkpointer, step)
+        assert same(restored(any_bench, step, count=10)[1], model.layers)
+
+    layer = 50_000 * 4
+    sizes = [round(step_bytes(any_bench.step_folder(step)) / layer) for step in range(1, 8)]
+    assert sizes == [10, 10, 1, 1, 10, 10, 5]
+
+
 def test_frozen_modules_name_their_parameters(any_bench: Any) -> None:
     class Frozen(nn.Sequential):
         def settled(self) -> list[tuple[torch.Tensor, int]]:
@@ -399,7 +417,7 @@ def test_step_that_another_run_has_committed_in_place_of_what_is_referred_to_is_
     half_frozen(bench, steps=1, floats=FLOATS)
     (bench.folder / "aside").rename(bench.step_folder(2))
 
-    with pytest.raises(CheckpointDamaged, match="which .* is not of"):
+    with pytest.raises(CheckpointDamaged, match=r"which .* is not of"):
         restored(bench, 2)
 
 
@@ -419,7 +437,7 @@ def test_save_whose_reference_goes_before_its_commit_is_given_up_and_the_next_is
     for step in (1, 2):
         save(checkpointer, step)
     model.lost = any_bench.step_folder(1)
-    with pytest.raises(CheckpointNotFound, match="step 3 (was given up|refers to step 1)"):
+    with pytest.raises(CheckpointNotFound, match=r"step 3 (was given up|refers to step 1)"):
         save(checkpointer, 3)
     assert not (any_bench.step_folder(3) / "manifest.json").exists()
 

@@ -21,7 +21,7 @@ from stepfast.cli.job import uri_of
 from stepfast.cli.table import print_table
 from stepfast.cli.told import told
 from stepfast.errors import CheckpointDamaged, CheckpointNotFound, SpecError
-from stepfast.layout import HISTORIES, parse_step_folder, step_folder
+from stepfast.layout import HISTORIES, FileEntry, parse_step_folder, step_folder
 from stepfast.sizes import size_text
 from stepfast.storage import Store, open_store
 from stepfast.storage.target import is_torch_file
@@ -148,10 +148,10 @@ def verify(
         if not steps:
             raise CheckpointNotFound(f"{uri} holds no committed step")
         for number in steps:
-            files, damage = [], None
+            files: list[FileEntry] = []
+            damage = None
             try:
-                for file in catalog.verify_step(store, "", number, but=whole):
-                    files.append(file)
+                files.extend(catalog.verify_step(store, "", number, but=whole))
             except CheckpointDamaged as error:
                 damage = str(error)
             whole |= {file.path for file in files}
