@@ -25,7 +25,7 @@ from stepfast.torch.writer import Writer
 
 _SMALLEST_BYTES = 4096  # of a tensor that is left out: to say where it is, and to read it there, has its price, too
 _STEPS_KNOWN = 16  # in which tensors are known to be held: what only older ones hold is saved again
-_DECISIONS_KEPT = 64
+_DECISIONS_KEPT = 16
 
 Settlements: TypeAlias = Iterable[tuple[torch.Tensor, int]]
 
@@ -134,22 +134,26 @@ class Referring:
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._decided: dict[int, tuple[int, ...]] = {}  # by step, until it is known what became of it
+        self._newest: tuple[int, tuple[int, ...]] = (-1, ())  # the step that was decided on last, and its decision
+        self._open: dict[int, tuple[int, ...]] = {}  # of steps that may refer to some, until their fate is known
 
     def choose(self, step: int, reports: Sequence[RankReport]) -> tuple[int, ...]:
         """The steps that the save of this one may refer to: committed ones alone, so that nothing hangs on what may be
         dropped. Saved again, it refers to what it did before: it is the same file.
         """
         referable = {other for report in reports for other in report.referable if other < step}
-        for other in [other for other in self._decided if other != step and self._writer.is_settled(other)]:
-            del self._decided[other]
-        if step not in self._decided:
-            self._decided[step] = steps_to_refer_to(referable, self._writer.committed_among(referable))
-        while len(self._decided) > _DECISIONS_KEPT:
-            del self._decided[min(self._decided)]
+        for other in [other for other in self._open if other != step and self._writer.is_settled(other)]:
+            del self._open[other]
+        if step != self._newest[0]:
+            self._newest = step, steps_to_refer_to(referable, self._writer.committed_among(referable))
+        refers = self._newest[1]
+        if refers:
+            self._open[step] = refers
+        while len(self._open) > _DECISIONS_KEPT:
+            del self._open[min(self._open)]
         # Before the decision is known, and so before any step can be committed after which these would go.
-        self._writer.keep_referable(sorted(referable.union(*self._decided.values()))[-MAX_REFERABLE:])
-        return self._decided[step]
+        self._writer.keep_referable(sorted(referable.union(*self._open.values()))[-MAX_REFERABLE:])
+        return refers
 
 
 def checked_settlements(name: str, given: object) -> list[tuple[torch.Tensor, int]]:
