@@ -214,6 +214,20 @@ def test_step_that_others_refer_to_is_not_removed_alone(tmp_path: Path) -> None:
     assert committed(store) == []
 
 
+def test_step_without_what_it_refers_to_is_damaged_and_pushes_none_out_that_is_whole(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    for step, refers in ((1, ()), (2, ()), (3, (2,)), (4, (2,))):
+        commit(store, step, refers)
+    (tmp_path / JOB / "global_step2" / "manifest.json").unlink()
+    damage = {found.step: found.damage for found in catalog.committed_steps(store, JOB)}
+    assert damage[1] is None
+    assert all("refers to step 2, not committed by its run" in str(damage[step]) for step in (3, 4))
+    assert (catalog.latest_step(store, JOB), catalog.older_step(store, JOB, 4)) == (1, 1)
+    assert catalog.retain(store, JOB, run=RUN, max_to_keep=1, protected=[]) == []
+    commit(store, 2)
+    assert catalog.latest_step(store, JOB) == 4
+
+
 # ---------------------------------------------------------------- restoring ahead of time
 
 

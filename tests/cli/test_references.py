@@ -77,6 +77,13 @@ def test_verify_finds_the_damage_of_what_steps_refer_to(job: Any, invoke: Invoke
     assert "step 3 is damaged: global_step1/" in said.err
 
 
+def test_list_says_that_a_step_cannot_be_read_any_more(job: Any, invoke: Invoke) -> None:
+    job.train(1, 2, objects={"stage": Stage()})
+    (job.step_folder(1) / "manifest.json").unlink()
+    (row,) = invoke("list", job.uri).out.splitlines()[1:]
+    assert "damaged: global_step2/manifest.json: it refers to step 1, not committed by its run" in row
+
+
 def test_verify_finds_a_tensor_that_is_not_where_a_step_looks_for_it(job: Any, invoke: Invoke) -> None:
     job.train(1, 2, objects={"stage": Stage()})
     (file,) = job.step_folder(1).glob("state-*")

@@ -7,8 +7,8 @@ undo either (`reinstate`), to keep no more than is wanted (`retain`), and to rem
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from stepfast.checksum import checksum
 from stepfast.commit import missing_references, read_manifest
@@ -56,7 +56,9 @@ class CommittedStep:
 
 
 def committed_steps(store: Store, folder: str) -> list[CommittedStep]:
-    """All committed steps of the job, newest last; a step with a damaged manifest is listed, with the damage."""
+    """All committed steps of the job, newest last; a step with a damaged manifest is listed, with the damage, and so is
+    one that refers to a step that is not committed.
+    """
     found = []
     for step in _steps(store, folder):
         try:
@@ -76,14 +78,24 @@ def committed_steps(store: Store, folder: str) -> list[CommittedStep]:
                     refers=manifest.refers,
                 )
             )
-    return found
+    runs = {step.step: step.run for step in found if step.damage is None}
+    return [_with_lost_references(step, runs) for step in found]
+
+
+def _with_lost_references(step: CommittedStep, runs: Mapping[int, str]) -> CommittedStep:
+    lost = [other for other in step.refers if runs.get(other) != step.run]
+    if not lost:
+        return step
+    numbers = ", ".join(map(str, lost))
+    return replace(step, damage=f"{manifest_path(step.step)}: it refers to step {numbers}, not committed by its run")
 
 
 def latest_step(store: Store, folder: str) -> int | None:
-    """The highest committed step whose manifest is whole, or None."""
+    """The highest committed step whose manifest is whole, as are those of the steps that it refers to, or None."""
     for step in reversed(_steps(store, folder)):
         try:
-            if read_manifest(store, folder, step) is not None:
+            manifest = read_manifest(store, folder, step)
+            if manifest is not None and not missing_references(store, folder, manifest):
                 return step
         except RecordInvalid:
             continue
@@ -348,7 +360,8 @@ def retain(store: Store, folder: str, *, run: str, max_to_keep: int, protected: 
     # A step that cannot be restored must not push one out that can.
     whole = [step.step for step in found if step.damage is None]
     refers = {step.step: step.refers for step in found}
-    removed = steps_to_remove(whole, max_to_keep=max_to_keep, protected=protected, refers=refers)
+    stays = [*protected, *(step.step for step in found if step.damage is not None)]
+    removed = steps_to_remove(whole, max_to_keep=max_to_keep, protected=stays, refers=refers)
     for step in reversed(removed):  # what refers goes before what it refers to, should this be killed in between
         remove_step(store, folder, step)
     kept = {step.step for step in found} - set(removed)
