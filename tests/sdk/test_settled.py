@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -116,6 +119,65 @@ def test_saves_with_half_of_the_layers_frozen_take_half_of_the_bytes_and_come_ba
     for step, layers in enumerate(held, start=1):
         found, back = restored(any_bench, step)
         assert (found, same(back, layers)) == (step, True)
+
+
+def test_another_process_restores_it(any_bench: Any, tmp_path: Path) -> None:
+    checkpointer, held = half_frozen(any_bench)
+    any_bench.leave(checkpointer)
+    script = (
+        "import sys, torch; from stepfast.torch import Checkpointer; state = {}\n"
+        "class Model:\n"
+        "    state_dict, load_state_dict = (lambda self: {}), (lambda self, found: state.update(found))\n"
+        "assert Checkpointer(model=Model()).restore() == 3; torch.save(state['layers'], sys.argv[1])"
+    )
+    told = {
+        "STEPFAST_JOB": str(any_bench.job), "STEPFAST_RUN": "another-2", "STEPFAST_SOCKET": any_bench.socket or "",
+        "STEPFAST_STORAGE_URI": any_bench.storage.as_uri(),
+    }  # fmt: skip
+    command = [sys.executable, "-c", script, str(tmp_path / "found.pt")]
+    subprocess.run(command, check=True, timeout=180, env={**os.environ, **told})
+
+    assert same(torch.load(tmp_path / "found.pt"), held[-1])
+
+
+def test_saves_in_quick_succession_of_which_one_is_kept_lose_none_that_is_referred_to(
+    start_agent: Callable[..., Any], bench: Any
+) -> None:
+    agent = start_agent()
+    bench.socket = agent.socket
+    model = Layers(6, 20_000)
+    checkpointer, held = bench.make(bench.environment(max_to_keep=1), model=model), dict[int, list[torch.Tensor]]()
+    for step in range(1, 61):
+        if step % 10 == 5:
+            model.freeze(step // 10)
+        if step == 40:
+            model.thaw(0)
+        model.train()
+        checkpointer.save(step)
+        held[step] = model.copies()
+        with closing(open_store(bench.folder.as_uri())) as store:
+            found = [one for one in catalog.committed_steps(store, "") if one.damage is None]
+        assert all({*one.refers} <= {other.step for other in found} for one in found)
+    checkpointer.close()
+
+    assert "refers to" not in agent.log
+    found_step, layers = restored(bench, count=6)
+    assert (found_step, same(layers, held[60])) == (60, True)
+
+
+def test_steps_that_stay_in_memory_do_not_hide_the_one_that_is_committed(shared_agent: Any, bench: Any) -> None:
+    bench.socket = shared_agent.socket
+    model = Layers(2, value=1.0)
+    model.freeze(0)
+    checkpointer = bench.make(bench.environment(persist_interval_seconds=3600.0), model=model)
+    first = checkpointer.save(1)
+    for step in range(2, 32):
+        checkpointer.save(step)
+    first.wait(timeout_seconds=60.0)
+    save(checkpointer, 32)
+
+    assert refers(bench, 32) == (1,)
+    assert same(restored(bench, 32)[1], model.layers)
 
 
 def test_files_larger_than_the_ranks_share_of_memory_refer_too(start_agent: Callable[..., Any], bench: Any) -> None:

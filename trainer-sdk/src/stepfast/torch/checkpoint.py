@@ -293,7 +293,9 @@ class Checkpointer:
         )  # fmt: skip
         self._writer.write(save)
         stall = time.perf_counter() - began
-        self._ledger.record(decision.step, is_again=decision.step <= _SAVED_THROUGH.get(self._run_key, _SCRATCH))
+        is_first = decision.step > _SAVED_THROUGH.get(self._run_key, _SCRATCH)
+        is_sure = is_first and (decision.due or self._link is None)
+        self._ledger.record(decision.step, is_sure=is_sure, lost=self._writer.lost_among(self._ledger.steps))
         self._newest = _SAVED_THROUGH[self._run_key] = decision.step
         self._pace.save(decision.step, time.monotonic(), stall_seconds=stall, is_due=decision.due)
         self._measuring.lost(stall)

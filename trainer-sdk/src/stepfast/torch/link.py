@@ -220,6 +220,10 @@ class AgentLink:
         """Whether the step was committed or dropped: nobody persists it any more."""
         return step in self._committed or step in self._dropped
 
+    def is_dropped(self, step: int) -> bool:
+        """Whether the step will not be committed."""
+        return step in self._dropped
+
     @property
     def waited_steps(self) -> tuple[int, ...]:
         """Steps that somebody waits for and that are not committed."""

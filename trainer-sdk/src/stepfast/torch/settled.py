@@ -89,18 +89,23 @@ class Ledger:
             for index, step in self._chosen.items()
         }
 
-    def record(self, step: int, *, is_again: bool) -> None:
-        """The save that was planned last was written, as that step. `is_again`: not for the first time, so that what is
-        committed may be another save's file: then it holds nothing that is relied on.
+    def record(self, step: int, *, is_sure: bool, lost: Collection[int]) -> None:
+        """The save that was planned last was written, as that step; the steps `lost` will never be committed.
+
+        Unless it is sure, nothing relies on it: it stays in memory for now, or the step was saved before, and what is
+        committed of it may be that save's file.
         """
         for index, known in self._now.items():
-            if is_again:
+            if not is_sure:
                 known.held.pop(step, None)
             elif index in self._chosen:
                 # What is committed is enough: older steps may go.
                 known.held = {other: name for other, name in known.held.items() if other >= self._chosen[index]}
             else:
                 known.held[step] = self._names[index]
+        # Those on their way are no more than there are slots: among them is the one that is committed next.
+        for known in self._known.values():
+            known.held = {other: name for other, name in known.held.items() if other not in lost}
         kept = self.steps
         for known in self._known.values():
             known.held = {other: name for other, name in known.held.items() if other in kept}

@@ -117,6 +117,11 @@ class Writer:
             return self._direct_saver().is_committed(step)
         return self._link.is_referable(step)
 
+    def lost_among(self, steps: Iterable[int]) -> set[int]:
+        """Those of this run's steps that are known never to be committed."""
+        link = self._link
+        return {step for step in steps if self.has_failed(step) or (link is not None and link.is_dropped(step))}
+
     def is_settled(self, step: int) -> bool:
         """Whether it is known what became of the step: it is committed, or never will be."""
         if self._link is None or step in self._direct_saves:
