@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from stepfast.admission import (
     is_save_step,
     next_consult,
     outrun,
+    steps_to_refer_to,
     young_daly_seconds,
 )
 from stepfast.errors import GangError
@@ -283,8 +285,25 @@ def test_ranks_with_differently_divided_state_are_an_error() -> None:
         decide(Request(step=20), report(0, replicated="a"), report(1, replicated="b"), report(2))
 
 
+@pytest.mark.parametrize(
+    ("referable", "committed", "refers"),
+    [
+        ([], [1, 2], ()),
+        ([3, 1], [1, 2, 3], (1, 3)),
+        ([1, 2, 3], [2], (2,)),
+        (range(20), range(20), tuple(range(12, 20))),
+    ],
+    ids=["nothing settled", "what is held", "not what is on its way", "the newest few"],
+)
+def test_gang_refers_to_the_newest_committed_steps_that_hold_something(
+    referable: Iterable[int], committed: Iterable[int], refers: tuple[int, ...]
+) -> None:
+    assert steps_to_refer_to(referable, set(committed)) == refers
+
+
 def test_reports_and_decisions_travel_as_they_are() -> None:
     said = report(1, 30, persisting=(1,), unpersisted=(1, 2), waited=(3,), replicated="x")
+    said = replace(said, referable=(10, 20))
     assert RankReport.from_json(said.to_json()) == said
-    decided = Decision(step=5, save=True, due=True, drop=(1, 2), final=True, next_step=7, time=1.5)
+    decided = Decision(step=5, save=True, due=True, drop=(1, 2), final=True, next_step=7, time=1.5, refers=(3, 4))
     assert Decision.from_json(decided.to_json()) == decided

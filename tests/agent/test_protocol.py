@@ -49,6 +49,7 @@ EXAMPLES: list[Message] = [
     messages.Remove(id=2, step=5),
     messages.Fetch(id=3, path="global_step5/manifest.json", refresh=True),
     messages.Want(step=5),
+    messages.Referable(steps=(5, 10)),
     messages.FinalSaved(step=5),
     messages.Bye(),
     messages.Launching(
@@ -70,6 +71,7 @@ EXAMPLES: list[Message] = [
     messages.CommittedSteps(id=2, steps=(1, 2, 3)),
     messages.Fetched(id=3, offset=4096, size_bytes=10, tier="Memory"),
     messages.Committed(step=5, committed_time=1.5),
+    messages.Unreferable(steps=(5,)),
     messages.PersistFailed(step=5, reason="no space"),
     messages.Dropped(step=5),
     messages.SaveRequested(),

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepfast.references import MAX_REFERRED
 from stepfast.slot import (
     CONTROL_BYTES,
+    MAX_SHARERS_BYTES,
     ControlPage,
     SlotRecord,
     SlotState,
@@ -20,6 +22,7 @@ from stepfast.slot import (
     rank_record,
     read_control,
 )
+from stepfast.step import MAX_STEP, MAX_TAG_BYTES
 
 RECORD = SlotRecord(
     seq=7,
@@ -133,6 +136,37 @@ def test_garbage_is_an_empty_slot(page: bytes) -> None:
 @pytest.mark.parametrize("place", [rank_record(RECORD)[0], rank_record(NEXT)[0], agent_record(1, SlotState.DROPPED)[0]])
 def test_record_with_a_right_checksum_and_nonsense_in_it_is_not_a_record(body: bytes, place: int) -> None:
     assert read_control(_page(_framed(body, place))).record is None
+
+
+REFERRING = replace(RECORD, refers=(10, 20))
+
+
+def test_record_says_what_it_refers_to_and_nothing_where_it_refers_to_nothing() -> None:
+    assert read_control(_page(rank_record(REFERRING))).record == REFERRING
+    assert b"refers" not in rank_record(RECORD)[1]
+
+
+@pytest.mark.parametrize(
+    "refers",
+    [[20, 10], [10, 10], [500], [-1], [True], ["10"], list(range(MAX_REFERRED + 1)), None, 10, {"10": 1}],
+    ids=["order", "twice", "itself", "negative", "no-number", "text", "too-many", "null", "number", "object"],
+)
+def test_record_that_refers_to_what_it_cannot_is_not_a_record(refers: object) -> None:
+    body = json.dumps({**asdict(RECORD), "refers": refers}).encode()
+    assert read_control(_page(_framed(body, rank_record(RECORD)[0]))).record is None
+
+
+def test_longest_record_has_room() -> None:
+    longest = replace(
+        RECORD, seq=MAX_STEP, run="r" * 120, step=MAX_STEP, name="n" * 64, rank=999_999, world_size=1_000_000,
+        node=999_999, file_bytes=MAX_STEP, window_begin=MAX_STEP, window_bytes=MAX_STEP, saved_time=1.0 / 3 + 2**36,
+        replicated="f" * 32, tag="t" * MAX_TAG_BYTES, sharers="999999",
+        refers=tuple(range(MAX_STEP - MAX_REFERRED, MAX_STEP)),
+    )  # fmt: skip
+    place, data = rank_record(longest)
+    room = MAX_SHARERS_BYTES - len(longest.sharers)
+    assert place + len(data) + room <= agent_record(1, SlotState.DROPPED)[0]
+    assert read_control(_page((place, data))).record == longest
 
 
 _ANY = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=9) | st.just([])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,11 @@ class Job:
     def open(self) -> Store:
         return open_store(self.uri)
 
-    def train(self, *steps: int, restore: int | None = None, name: str = "state", **state: Any) -> str:
-        """A training of its own run that saves these steps; returns the run."""
+    def train(
+        self, *steps: int, restore: int | None = None, name: str = "state", objects: Mapping[str, Any] | None = None,
+        **state: Any,
+    ) -> str:  # fmt: skip
+        """A training of its own run that saves these steps, of `objects` beside a model; returns the run."""
         run = f"{uuid.uuid4().hex[:8]}-{len(self.runs) + 1}"
         environment = Environment(
             job=JOB, run=run, rank=0, local_rank=0, world_size=1, local_world_size=1, node=0, storage_uri=self.root,
@@ -73,7 +76,7 @@ class Job:
             max_to_keep=100, on_busy=OnBusy.WAIT, mtbf_seconds=3600.0,
         )  # fmt: skip
         values = {"weights": torch.arange(6.0).reshape(2, 3), "run": run, **state}
-        with Checkpointer(environment=environment, name=name, model=values) as checkpointer:
+        with Checkpointer(environment=environment, name=name, model=values, **(objects or {})) as checkpointer:
             if restore is not None:
                 checkpointer.restore(restore)
             values["run"] = run

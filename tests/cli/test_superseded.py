@@ -102,7 +102,7 @@ def test_rm_takes_the_committed_step_and_leaves_what_is_superseded(rolled_back: 
 def test_rm_takes_several_steps_with_all_that_is_theirs(any_job: Any, invoke: Invoke) -> None:
     any_job.train(1, 2, 3)
 
-    assert invoke("rm", any_job.uri, 1, 3, 3, "--yes").out == "removed step 1\nremoved step 3\n"
+    assert invoke("rm", any_job.uri, 1, 3, 3, "--yes").out == "removed step 3\nremoved step 1\n"
 
     assert [entry.name for entry in any_job.open().list("") if entry.is_folder] == ["global_step2"]
 

@@ -105,6 +105,12 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 @pytest.fixture(scope="session")
+def make_bench() -> Callable[[Path], Bench]:
+    """`make_bench(folder)`: checkpointers on a storage in that folder; whoever makes them ends them."""
+    return lambda folder: Bench(folder / "storage")
+
+
+@pytest.fixture(scope="session")
 def round_trip(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[Any, Any]]:
     """`round_trip(state, weights_only=True)`: the dict as another process would restore it from the storage."""
 

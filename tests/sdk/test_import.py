@@ -65,6 +65,7 @@ def test_public_names_are_these() -> None:
         "CommittedStep",
         "Interval",
         "Saved",
+        "Settling",
         "Tier",
         "every",
     ]
@@ -76,5 +77,5 @@ def test_public_names_are_these() -> None:
         "StorageUnavailable", "AgentError", "ProtocolError", "ProtocolMismatch", "AgentUnavailable", "AnatomyError",
         "AnatomyOptionError",
         "MemoryBudgetTooSmall", "GangError", "SpecError", "UploadLost", "StepOutOfOrder", "CheckpointerOpen",
-        "ObjectsUndefined",
+        "ObjectsUndefined", "ReferenceMissing",
     }  # fmt: skip

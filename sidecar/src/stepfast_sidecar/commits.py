@@ -8,10 +8,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from stepfast.histories import SaveRow
-from stepfast.messages import Committed, PersistFailed
+from stepfast.messages import Committed, PersistFailed, Unreferable
 from stepfast.step import JobKey
 from stepfast_sidecar.history import History
 from stepfast_sidecar.metrics import Metrics
@@ -38,6 +39,14 @@ def turn_seconds(node: int) -> float:
 def longest_pause_seconds(nodes: int, *, leads: bool) -> float:
     """Between two looks at the storage. Nobody waits for those who do not write the manifest."""
     return _POLL_SECONDS[1] if leads else max(_POLL_SECONDS[1], nodes / _ASKING_NODES_A_SECOND)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCommit:
+    """A step's commit: when it was (Unix seconds), and whether it is the asking run's own."""
+
+    committed_time: float
+    is_own: bool
 
 
 class Commits:
@@ -95,6 +104,9 @@ class Commits:
                 await asyncio.sleep(self._persister.retry_seconds(failures))
                 continue
             run.commit_failures.pop(step, None)
+            if answer.get("missing"):
+                self._refused(run, step, answer)
+                return
             run.awaited.add(step)
             # Another run's manifest may be one that rank 0, on another node, is about to mark superseded.
             if answer["committed"] and (run.leads(step) or is_late or answer["run"] == run.flow.run):
@@ -108,14 +120,16 @@ class Commits:
             await asyncio.sleep(pause)
             pause = min(longest_pause_seconds(run.nodes, leads=run.leads(step)), pause * 2)
 
-    async def find(self, run: Run, step: int, tell: Callable[[str], None]) -> float | None:
-        """When a step was committed of which this node holds nothing (Unix seconds), or None if it was not; `tell`
-        hears why it is not known yet.
+    async def find(self, run: Run, step: int, tell: Callable[[str], None]) -> FoundCommit | None:
+        """The commit of a step of which this node holds nothing, or None if it was not committed; `tell` hears why it
+        is not known yet.
 
         Raises PersisterLost, RequestFailed when the agent ends.
         """
         answer = await self._persister.insist("commit", tell, step=step, run=run.flow.run, may_write=False)
-        return answer["time"] if answer["committed"] else None
+        if not answer["committed"]:
+            return None
+        return FoundCommit(committed_time=answer["time"], is_own=answer["run"] == run.flow.run)
 
     async def supersede_after(self, run: Run, step: int) -> tuple[int, ...]:
         """Rolls the job back to the step that the run goes on from; returns the superseded ones.
@@ -149,6 +163,8 @@ class Commits:
         run.awaited.discard(step)
         run.count_commit(step, answer["time"], answer["size"])
         self._metrics.committed()
+        if answer["run"] != run.flow.run:
+            run.push(Unreferable(steps=(step,)))  # first: the rank asks what it may refer to at any moment
         run.push(Committed(step=step, committed_time=answer["time"]))
         self._changed(True)
         if run.leads(step):
@@ -167,10 +183,26 @@ class Commits:
         """After a commit; cannot harm what is committed."""
         try:
             restored = {session.restored_step for session in run.sessions.values()}
-            protected = sorted({step for step in (run.resume_step, *restored) if step})
+            # What is on its way may refer to steps that nothing committed refers to, or that are old.
+            on_their_way = {step for other in self._runs.values() for step in other.flow.referred_steps()}
+            referable = {step for session in run.sessions.values() for step in session.referable}
+            started = {step for step in (run.resume_step, *restored) if step}
+            protected = sorted(started | on_their_way | referable)
             await self._persister.request("retain", run=run.flow.run, max_to_keep=run.max_to_keep, protected=protected)
         except (PersisterLost, RequestFailed) as error:
             log.warning("%s: after the commit of step %s: %s", self._job, step, error)
+
+    def _refused(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
+        """A step that refers to one that is gone can never be committed: it must not be waited for, nor any be like it.
+
+        Whoever removed that one did so past retention, which leaves what steps on their way refer to.
+        """
+        log.error("%s: step %s is given up: %s", self._job, step, answer["reason"])
+        run.awaited.discard(step)
+        self._metrics.failed("ReferenceMissing")
+        run.push(Unreferable(steps=tuple(answer["missing"])))
+        run.push(PersistFailed(step=step, reason=answer["reason"]))
+        self._give_up(run, step)
 
     def _failed(self, run: Run, step: int, error: PersisterLost | RequestFailed) -> None:
         reason = self._persister.why(error)

@@ -34,6 +34,12 @@ class _Step:
     tag: str = ""
     sharers: RankSet | None = None  # the ranks of the gang that have files in it; None: all
     is_open: bool = False  # nobody knows yet which ranks these are
+    refers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by rank, to which older steps
+
+    @property
+    def referred(self) -> set[int]:
+        """The steps that the files of this node's ranks refer to."""
+        return {older for steps in self.refers.values() for older in steps}
 
 
 class RunFlow:
@@ -320,6 +326,10 @@ class RunFlow:
         """Steps whose part this node wrote while their manifest is not known to exist."""
         return sorted(step for step, state in self._steps.items() if state.parted and not state.committed)
 
+    def referred_steps(self) -> set[int]:
+        """What the steps refer to that are held or on their way, and not known to be committed."""
+        return {older for state in self._steps.values() if not state.committed for older in state.referred}
+
     def adopt(self, holding: Holding, *, parted: bool) -> None:
         """A slot that an earlier agent of this node left behind."""
         self.holdings[(holding.rank, holding.slot)] = holding
@@ -334,6 +344,7 @@ class RunFlow:
         """What a slot says of its step."""
         step = self._steps.setdefault(record.step, _Step())
         step.files[record.rank], step.tag = record.files, record.tag
+        step.refers[record.rank] = record.refers
         if step.sharers is None:
             step.is_open = record.sharers == UNKNOWN
             if record.sharers not in (EVERY_RANK, UNKNOWN):
@@ -408,7 +419,12 @@ class RunFlow:
         self._mark(step, Held.PERSISTING)
         holdings = tuple(self._of_step(step))
         ranks = tuple(sorted(state.files))
-        return [Persist(step=step, run=self.run, holdings=holdings, ranks=ranks, tag=state.tag, sharers=state.sharers)]
+        return [
+            Persist(
+                step=step, run=self.run, holdings=holdings, ranks=ranks, tag=state.tag, sharers=state.sharers,
+                refers=tuple(sorted(state.referred)),
+            )
+        ]  # fmt: skip
 
     def _of_step(self, step: int) -> Iterable[Holding]:
         return sorted((h for h in self.holdings.values() if self._step(h) == step), key=lambda h: (h.rank, h.slot))

@@ -42,7 +42,8 @@ class Holding:
 class Persist:
     """Upload these holdings, one or more files a rank, then write this node's part and commit.
 
-    `ranks`: those of this node that have files in the step; `sharers`: those of the gang, None: all of them.
+    `ranks`: those of this node that have files in the step; `sharers`: those of the gang, None: all of them; `refers`:
+    older steps whose files hold what these leave out.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Persist:
     ranks: tuple[int, ...]
     tag: str = ""
     sharers: RankSet | None = None
+    refers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ class JobPersister:
     def persist(
         self, *, step: int, run: str, node: int, world_size: int, replicated: str, saved_time: float,
         ranks: Sequence[int], slots: Sequence[SlotRef], streamed: Sequence[FileEntry], sharers: str = EVERY_RANK,
-        tag: str = "",
+        tag: str = "", refers: Sequence[int] = (),
     ) -> Part:  # fmt: skip
         """Uploads the slots' files and writes this node's part, with the files that were streamed before.
 
@@ -101,6 +101,7 @@ class JobPersister:
             persisted_time=self._clock(),
             replicated=replicated,
             tag=tag,
+            refers=tuple(refers),
         )
         seen = write_part(self._store, self._folder, part)
         if seen is not None:
@@ -199,7 +200,7 @@ class JobPersister:
         """The step's manifest, written now if it may be and all parts are there; None while it is not there.
 
         `is_eager`: parts are read as they come, so that little is left to read after the last one; otherwise only once
-        all files are there. Raises StorageError, RecordInvalid.
+        all files are there. Raises StorageError, ReferenceMissing, RecordInvalid.
         """
         if not may_write:
             return read_manifest(self._store, self._folder, step)
@@ -231,7 +232,7 @@ class JobPersister:
         return catalog.retain(self._store, self._folder, run=run, max_to_keep=max_to_keep, protected=protected)
 
     def remove(self, step: int) -> None:
-        """Removes a committed step. Raises StorageError."""
+        """Removes a committed step. Raises StorageError, StepReferred."""
         catalog.remove_committed(self._store, self._folder, step)
 
     def note_saves(self, rows: Sequence[SaveRow]) -> None:
@@ -259,7 +260,13 @@ class JobPersister:
         manifest, parts = catalog.open_step(self._store, self._folder, step)
         sources = {rank if rank < manifest.world_size else 0 for rank in range(first_rank, first_rank + ranks)}
         # Of replicated state each rank saved a share, and all ranks read all of it.
-        return [file.path for part in parts for file in part.files if part.replicated or file.rank in sources]
+        files = [file for part in parts for file in part.files if part.replicated or file.rank in sources]
+        referred = {
+            reference.path
+            for file in (files if manifest.refers else ())
+            for reference in catalog.read_references(self._store, self._folder, file, step).values()
+        }
+        return [*(file.path for file in files), *sorted(referred)]
 
     def foresee(self, path: str) -> None:
         """Has a file at hand that will be fetched. Raises ObjectNotFound, StorageError."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from stepfast.errors import StepfastError
+from stepfast.errors import ReferenceMissing, StepfastError
 from stepfast.histories import SaveRow
 from stepfast.layout import parse_file_entry
 from stepfast.storage import open_store
@@ -106,7 +106,10 @@ class Server:
         return {"file": file.to_document() if file is not None else None}
 
     def _commit(self, **values: Any) -> dict[str, Any]:
-        manifest = self._persister.commit(**values)
+        try:
+            manifest = self._persister.commit(**values)
+        except ReferenceMissing as error:
+            return {"committed": False, "missing": error.missing, "reason": str(error)}
         if manifest is None:
             return {"committed": False}
         return {

@@ -24,6 +24,7 @@ from stepfast.messages import (
     Hello,
     Message,
     Progress,
+    Referable,
     Remove,
     Reserve,
     Reserved,
@@ -84,6 +85,7 @@ async def serve_rank(
         session.restored_step, session.restored_tier = known.restored_step, known.restored_tier
         session.restored_time, session.restore_seconds = known.restored_time, known.restore_seconds
         session.global_step, session.step_time = known.global_step, known.step_time
+        session.referable = known.referable
     run.sessions[hello.rank] = session
     run.flow.ranks.add(hello.rank)
     await _RankServer(agent, room, run, session).serve(messages)
@@ -118,7 +120,7 @@ class _RankServer:
                 self._room.rank_ended(self._run, self._session)
             await cut_back(self._slots.grown())  # an agent that ends looks no more
 
-    def _handle(self, message: Message) -> None:  # noqa: C901  # a table: one case a message
+    def _handle(self, message: Message) -> None:  # noqa: C901, PLR0912  # a table: one case a message
         room, run, session = self._room, self._run, self._session
         match message:
             case Progress():
@@ -143,6 +145,8 @@ class _RankServer:
                 session.restored_time, session.restore_seconds = message.time, message.seconds
                 self._agent.metrics.restored(message.tier, message.seconds)
                 self._agent.changed(True)
+            case Referable():
+                session.referable = message.steps
             case FinalSaved():
                 run.final_step = message.step
                 self._agent.changed(True)

@@ -12,7 +12,7 @@ from typing import Any, assert_never
 
 from stepfast.errors import ProtocolError
 from stepfast.layout import job_folder
-from stepfast.messages import Committed, Dropped, Hello, Launching, PersistFailed
+from stepfast.messages import Committed, Dropped, Hello, Launching, PersistFailed, Unreferable
 from stepfast.nodestatus import JobStatus
 from stepfast.ranks import EVERY_RANK
 from stepfast.slot import ControlPage, SlotRecord, SlotState
@@ -175,11 +175,13 @@ class Room:
             session.peer.send(PersistFailed(step=step, reason=reason))
 
         try:
-            committed_time = await self._commits.find(run, step, tell)
+            found = await self._commits.find(run, step, tell)
         except (PersisterLost, RequestFailed):
             return  # the agent ends
-        if committed_time is not None:
-            session.peer.send(Committed(step=step, committed_time=committed_time))
+        if found is not None:
+            if not found.is_own:
+                session.peer.send(Unreferable(steps=(step,)))
+            session.peer.send(Committed(step=step, committed_time=found.committed_time))
         else:
             session.peer.send(Dropped(step=step))  # its slot holds a newer one by now
 
@@ -237,6 +239,7 @@ class Room:
                 ranks=effect.ranks,
                 sharers=str(effect.sharers) if effect.sharers is not None else EVERY_RANK,
                 tag=effect.tag,
+                refers=effect.refers,
                 slots=[self._slot_ref(holding) for holding in effect.holdings],
                 streamed=run.streamed_files(effect.step),
             )

@@ -37,6 +37,7 @@ class Session:
     step_time: float | None = None
     total_steps: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    referable: tuple[int, ...] = ()  # steps that later ones may refer to, as rank 0 says
     waiting: bool = False
     waited_time: float | None = None
     restored_step: int | None = None

@@ -7,12 +7,13 @@ staging outruns persisting the newest wins, and older staged steps that nobody w
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import sqrt
 from statistics import median
 
 from stepfast.errors import GangError
+from stepfast.references import MAX_REFERRED
 from stepfast.step import OnBusy
 
 CONSULT_SECONDS = 2.0  # how often ranks consult each other even when no save is due: a request to save waits so long
@@ -69,6 +70,7 @@ class RankReport:
     waited: tuple[int, ...] = ()
     replicated: str = ""  # digest of the replicated state's layout
     wants_save: bool = False
+    referable: tuple[int, ...] = ()  # steps whose files, if committed, hold tensors that it need not save again
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -76,7 +78,7 @@ class RankReport:
     @staticmethod
     def from_json(text: str | bytes) -> RankReport:
         values = json.loads(text)
-        for key in ("persisting", "unpersisted", "waited"):
+        for key in ("persisting", "unpersisted", "waited", "referable"):
             values[key] = tuple(values[key])
         return RankReport(**values)
 
@@ -93,6 +95,7 @@ class Decision:
     next_step: int = 0  # the first step at which ranks consult again
     time: float = 0.0
     skipped: bool = False  # it was due to be saved, but memory is exhausted
+    refers: tuple[int, ...] = ()  # committed steps that every rank may refer to, for what they hold of its state
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -100,7 +103,7 @@ class Decision:
     @staticmethod
     def from_json(text: str | bytes) -> Decision:
         values = json.loads(text)
-        values["drop"] = tuple(values["drop"])
+        values["drop"], values["refers"] = tuple(values["drop"]), tuple(values["refers"])
         return Decision(**values)
 
 
@@ -200,6 +203,14 @@ def outrun(reports: Sequence[RankReport]) -> tuple[int, ...]:
     if any(0 < report.slots < 3 for report in reports):
         return ()
     return tuple(sorted(step for step in held - kept if step < common))
+
+
+def steps_to_refer_to(referable: Iterable[int], committed: Collection[int]) -> tuple[int, ...]:
+    """The newest few of the steps that some rank could refer to, of those that are committed; ascending.
+
+    What an older one alone holds is saved once more, and is in a newer step then: so a step never needs many.
+    """
+    return tuple(sorted(set(referable).intersection(committed))[-MAX_REFERRED:])
 
 
 def has_room(report: RankReport, drop: Sequence[int]) -> bool:

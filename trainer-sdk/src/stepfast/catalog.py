@@ -7,12 +7,12 @@ undo either (`reinstate`), to keep no more than is wanted (`retain`), and to rem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from stepfast.checksum import checksum
-from stepfast.commit import read_manifest
-from stepfast.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ObjectNotFound
+from stepfast.commit import missing_references, read_manifest
+from stepfast.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ObjectNotFound, ReferenceMissing
 from stepfast.layout import (
     FileEntry,
     Manifest,
@@ -27,9 +27,14 @@ from stepfast.layout import (
     step_folder,
     superseded_path,
 )
+from stepfast.references import Reference, from_metadata, part_of
 from stepfast.retention import abandoned, leftovers, steps_to_remove
 from stepfast.storage.base import Store
 from stepfast.tensorfile import Header, HeaderInvalid, header_bytes, parse_header
+
+
+class StepReferred(CheckpointError):
+    """A step cannot be removed: committed ones refer to it. Remove those first, or with it."""
 
 
 class StepCommitted(CheckpointError):
@@ -46,11 +51,14 @@ class CommittedStep:
     size_bytes: int = 0
     saved_time: float = 0.0
     committed_time: float = 0.0
+    refers: tuple[int, ...] = ()  # older steps whose files hold what its own leave out, which its size does not count
     damage: str | None = None
 
 
 def committed_steps(store: Store, folder: str) -> list[CommittedStep]:
-    """All committed steps of the job, newest last; a step with a damaged manifest is listed, with the damage."""
+    """All committed steps of the job, newest last; a step with a damaged manifest is listed, with the damage, and so is
+    one that refers to a step that is not committed.
+    """
     found = []
     for step in _steps(store, folder):
         try:
@@ -67,16 +75,27 @@ def committed_steps(store: Store, folder: str) -> list[CommittedStep]:
                     size_bytes=manifest.size_bytes,
                     saved_time=manifest.saved_time,
                     committed_time=manifest.committed_time,
+                    refers=manifest.refers,
                 )
             )
-    return found
+    runs = {step.step: step.run for step in found if step.damage is None}
+    return [_with_lost_references(step, runs) for step in found]
+
+
+def _with_lost_references(step: CommittedStep, runs: Mapping[int, str]) -> CommittedStep:
+    lost = [other for other in step.refers if runs.get(other) != step.run]
+    if not lost:
+        return step
+    numbers = ", ".join(map(str, lost))
+    return replace(step, damage=f"{manifest_path(step.step)}: it refers to step {numbers}, not committed by its run")
 
 
 def latest_step(store: Store, folder: str) -> int | None:
-    """The highest committed step whose manifest is whole, or None."""
+    """The highest committed step whose manifest is whole, as are those of the steps that it refers to, or None."""
     for step in reversed(_steps(store, folder)):
         try:
-            if read_manifest(store, folder, step) is not None:
+            manifest = read_manifest(store, folder, step)
+            if manifest is not None and not missing_references(store, folder, manifest):
                 return step
         except RecordInvalid:
             continue
@@ -111,13 +130,77 @@ def open_parts(store: Store, folder: str, manifest: Manifest) -> Sequence[Part]:
     return parts
 
 
-def verify_step(store: Store, folder: str, step: int) -> Iterator[FileEntry]:
-    """Reads every byte of the step against its checksums; yields each file that is whole. Raises CheckpointDamaged."""
-    _, parts = open_step(store, folder, step)
+def verify_step(store: Store, folder: str, step: int, *, but: Collection[str] = ()) -> Iterator[FileEntry]:
+    """Reads every byte of the step against its checksums, and all of the older steps' files that it refers to but for
+    those that are whole already (`but`, by path); yields each file that is whole. Raises CheckpointDamaged.
+    """
+    manifest, parts = open_step(store, folder, step)
+    yield from _verified(store, folder, manifest, parts, but)
+
+
+def _verified(
+    store: Store, folder: str, manifest: Manifest, parts: Sequence[Part], but: Collection[str]
+) -> Iterator[FileEntry]:
+    seen = set(but)
     for file in (file for part in parts for file in part.files):
-        for _ in read_file(store, folder, file, step):
+        for _ in read_file(store, folder, file, manifest.step):
             pass
         yield file
+        for other in check_references(store, folder, manifest, file):
+            if other.path in seen:
+                continue
+            seen.add(other.path)
+            for _ in read_file(store, folder, other, manifest.step):
+                pass
+            yield other
+
+
+def check_references(store: Store, folder: str, manifest: Manifest, file: FileEntry) -> list[FileEntry]:
+    """The older steps' files that a file of the step leaves tensors to, once they are found to have them.
+
+    Their bytes are not read. Raises CheckpointDamaged.
+    """
+    if not manifest.refers:
+        return []
+    step, found = manifest.step, []
+    references = read_references(store, folder, file, step)
+    for path in sorted({reference.path for reference in references.values()}):
+        entry = referred_file(store, folder, manifest, path)
+        held = read_header(store, folder, entry, step).ranges
+        names = [reference.name for reference in references.values() if reference.path == path]
+        lost = next((name for name in names if name not in held), None)
+        if lost is not None:
+            reason = f"tensor {lost!r}, for which step {step} refers to it, is not in the file"
+            raise _damaged(store, folder, path, step, reason)
+        found.append(entry)
+    return found
+
+
+def read_references(store: Store, folder: str, file: FileEntry, step: int) -> dict[str, Reference]:
+    """What a data file's header says to be in older steps' files, by name. Raises CheckpointDamaged."""
+    try:
+        return from_metadata(read_header(store, folder, file, step).metadata)
+    except RecordInvalid as error:
+        raise _damaged(store, folder, file.path, step, str(error)) from error
+
+
+def referred_file(store: Store, folder: str, manifest: Manifest, path: str) -> FileEntry:
+    """A file of an older step that this one refers to, as that step's own part names it. Raises CheckpointDamaged."""
+    step, older = manifest.step, Reference(path=path, name="").step
+    record = manifest_path(older)
+    try:
+        found = read_manifest(store, folder, older) if older in manifest.refers else None
+        if found is None:
+            raise RecordInvalid(f"step {step} refers to step {older}, which is not committed")
+        ref = part_of(path, found)
+        record = ref.path
+        part = check_part(ref, store.read(join(folder, record)))
+    except (RecordInvalid, ObjectNotFound) as error:
+        raise _damaged(store, folder, record, step, str(error)) from error
+    for file in part.files:
+        if file.path == path:
+            return file
+    raise _damaged(store, folder, path, step, f"step {step} refers to it, and {record} names no such file")
 
 
 def read_file(store: Store, folder: str, file: FileEntry, step: int) -> Iterator[memoryview]:
@@ -159,15 +242,17 @@ def supersede_after(store: Store, folder: str, step: int, *, but_of_run: str | N
 
     Steps of `but_of_run`, which goes on, stay.
     The mark is written before the manifest goes, so that a kill in between leaves a step that is still committed, and
-    the next call finishes the work.
+    the next call finishes the work. The newest goes first: no committed step is left whose reference is gone.
     """
-    return [later for later in _steps(store, folder) if later > step and _supersede(store, folder, later, but_of_run)]
+    newer = [later for later in reversed(_steps(store, folder)) if later > step]
+    return sorted(later for later in newer if _supersede(store, folder, later, but_of_run))
 
 
 def set_aside(store: Store, folder: str, step: int) -> bool:
     """Marks this step alone superseded, whosever it is, as `supersede_after` does; whether it was committed.
 
-    For a step that turned out to be damaged: newer ones and older ones are what they were.
+    For a step that turned out to be damaged: newer ones and older ones are what they were, but that those that refer to
+    it are as damaged as it is until it is reinstated.
     """
     return _supersede(store, folder, step, but_of_run=None)
 
@@ -187,11 +272,12 @@ def superseded_steps(store: Store, folder: str) -> list[CommittedStep]:
 
 
 def reinstate(store: Store, folder: str, step: int, run: str) -> Manifest:
-    """Makes a superseded step committed again, after every byte of it was found right.
+    """Makes a superseded step committed again, after every byte of it, and of what it refers to, was found right.
 
     The manifest is created only where there is none, so a commit at the same moment wins; the mark goes last, so that
     a kill in between leaves a committed step, and the next call finishes the work. Raises CheckpointNotFound when the
-    step is not superseded, StepCommitted when another run's step stands in its place, CheckpointDamaged.
+    step is not superseded, ReferenceMissing when it refers to one that is not committed, StepCommitted when another
+    run's step stands in its place, CheckpointDamaged.
     """
     mark = superseded_path(step, run)
     try:
@@ -204,9 +290,15 @@ def reinstate(store: Store, folder: str, step: int, run: str) -> Manifest:
             raise RecordInvalid(f"it is the manifest of run {manifest.run}")
     except RecordInvalid as error:
         raise _damaged(store, folder, mark, step, str(error)) from error
-    for file in (file for part in open_parts(store, folder, manifest) for file in part.files):
-        for _ in read_file(store, folder, file, step):
-            pass
+    missing = missing_references(store, folder, manifest)
+    if missing:
+        raise ReferenceMissing(
+            f"step {step} of run {run} refers to step {', '.join(map(str, missing))}, which is not committed by that "
+            "run (any more): reinstate that first, if it is superseded",
+            missing,
+        )
+    for _ in _verified(store, folder, manifest, open_parts(store, folder, manifest), ()):
+        pass
     path = join(folder, manifest_path(step))
     if not store.create(path, data) and store.read(path) != data:
         raise StepCommitted(f"step {step} is committed in {store.uri}/{folder}, by another run than {run}")
@@ -214,8 +306,24 @@ def reinstate(store: Store, folder: str, step: int, run: str) -> Manifest:
     return manifest
 
 
+def referring_to(store: Store, folder: str, steps: Collection[int]) -> dict[int, list[int]]:
+    """Of these steps those that other committed ones refer to, each with these. Raises StorageError."""
+    others = [found for found in committed_steps(store, folder) if found.step not in steps]
+    by_step = {step: [other.step for other in others if step in other.refers] for step in sorted(steps)}
+    return {step: referring for step, referring in by_step.items() if referring}
+
+
 def remove_committed(store: Store, folder: str, step: int) -> None:
-    """Removes a committed step, and nothing of what is superseded in the same folder."""
+    """Removes a committed step, and nothing of what is superseded in the same folder.
+
+    Raises StepReferred when another committed step refers to it.
+    """
+    referring = referring_to(store, folder, [step])
+    if referring:
+        raise StepReferred(
+            f"step {step} is not removed: step {', '.join(map(str, referring[step]))} refers to it, for tensors that "
+            "had not changed since. Remove what refers to it first, or with it"
+        )
     superseded = set(_superseded_runs(store, folder, step))
     committed = _committed_run(store, folder, step)
     if not superseded - {committed}:
@@ -245,13 +353,16 @@ def remove_superseded(store: Store, folder: str, step: int, run: str) -> None:
 def retain(store: Store, folder: str, *, run: str, max_to_keep: int, protected: Sequence[int]) -> list[int]:
     """Removes steps beyond `max_to_keep` and what earlier attempts left unfinished; returns the removed steps.
 
-    Called after a commit of `run`, by its leader alone. Raises StorageError.
+    What a kept or protected step refers to is kept with it. Called after a commit of `run`, by its leader alone. Raises
+    StorageError.
     """
     found = committed_steps(store, folder)
     # A step that cannot be restored must not push one out that can.
     whole = [step.step for step in found if step.damage is None]
-    removed = steps_to_remove(whole, max_to_keep=max_to_keep, protected=protected)
-    for step in removed:
+    refers = {step.step: step.refers for step in found}
+    stays = [*protected, *(step.step for step in found if step.damage is not None)]
+    removed = steps_to_remove(whole, max_to_keep=max_to_keep, protected=stays, refers=refers)
+    for step in reversed(removed):  # what refers goes before what it refers to, should this be killed in between
         remove_step(store, folder, step)
     kept = {step.step for step in found} - set(removed)
     newest = max(kept, default=0)
@@ -300,7 +411,7 @@ def _superseded_step(store: Store, folder: str, step: int, run: str) -> Committe
         return CommittedStep(step=step, run=run, damage=f"{mark}: {error}")
     return CommittedStep(
         step=step, run=run, world_size=manifest.world_size, size_bytes=manifest.size_bytes,
-        saved_time=manifest.saved_time, committed_time=manifest.committed_time,
+        saved_time=manifest.saved_time, committed_time=manifest.committed_time, refers=manifest.refers,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future, wait
 
 from stepfast.checksum import checksum
-from stepfast.errors import ObjectNotFound
+from stepfast.errors import ObjectNotFound, ReferenceMissing
 from stepfast.layout import (
     CHUNK_BYTES,
     FileEntry,
@@ -164,6 +164,22 @@ class StepParts:
         return see_part(parse_part(record), record)
 
 
+def missing_references(store: Store, folder: str, manifest: Manifest) -> tuple[int, ...]:
+    """Of the steps that it refers to, those that are not committed by its run, or whose manifest is damaged.
+
+    Raises StorageError.
+    """
+    missing = []
+    for step in manifest.refers:
+        try:
+            found = read_manifest(store, folder, step)
+        except RecordInvalid:
+            found = None
+        if found is None or found.run != manifest.run:
+            missing.append(step)
+    return tuple(missing)
+
+
 def try_commit(
     store: Store,
     folder: str,
@@ -178,7 +194,8 @@ def try_commit(
 
     A manifest that is already there wins, whichever run wrote it: a committed step is never replaced. `parts`: what was
     seen of them before; `is_eager` and `executor`: see `StepParts.look`.
-    Raises StorageError, and RecordInvalid for a damaged record.
+    Raises StorageError, ReferenceMissing when a step that it refers to is not committed, and RecordInvalid for a
+    damaged record.
     """
     parts = parts or StepParts(store, folder, step, run)
     # With all parts at hand there is nothing to ask first: a manifest that is there is not written over.
@@ -187,6 +204,17 @@ def try_commit(
     manifest = manifest_of_seen(parts.look(is_eager=is_eager, executor=executor))
     if manifest is None:
         return None
+    missing = missing_references(store, folder, manifest)
+    if missing:
+        existing = read_manifest(store, folder, step)
+        if existing is not None:
+            return existing
+        gone = ", ".join(map(str, missing))
+        raise ReferenceMissing(
+            f"step {step} refers to step {gone}, which is not committed by its run {run} (any more): it could not be "
+            "restored, and is not committed",
+            missing,
+        )
     if store.create(join(folder, manifest_path(step)), manifest.to_bytes()):
         return manifest
     existing = read_manifest(store, folder, step)

@@ -3,6 +3,7 @@
 StepfastError
 ├── CheckpointError              something about a checkpoint
 │   ├── CheckpointNotFound       there is none (yet), or not this one
+│   │   └── ReferenceMissing     a step that it refers to is not committed any more
 │   ├── CheckpointDamaged        stored bytes are not what was saved; names file and step
 │   ├── CheckpointUnsafe         holds pickled objects; needs weights_only=False
 │   ├── CheckpointMismatch       does not fit the objects or the world size it is restored into
@@ -38,6 +39,14 @@ class CheckpointError(StepfastError):
 
 class CheckpointNotFound(CheckpointError):
     """There is no such committed step."""
+
+
+class ReferenceMissing(CheckpointNotFound):
+    """A step is not committed, as a step that it refers to is not there any more. `missing`: those steps."""
+
+    def __init__(self, reason: str, missing: tuple[int, ...] = ()) -> None:
+        self.missing = missing
+        super().__init__(reason)
 
 
 class CheckpointDamaged(CheckpointError):

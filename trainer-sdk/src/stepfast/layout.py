@@ -156,6 +156,7 @@ class Part:
     persisted_time: float
     replicated: str = ""  # digest of the replicated state's layout; equal on all ranks of a run
     tag: str = ""  # what its user calls the step; equal in all parts
+    refers: tuple[int, ...] = ()  # older steps of the run whose files hold what these leave out, ascending
 
     @property
     def path(self) -> str:
@@ -171,7 +172,7 @@ class Part:
                 "formatVersion": FORMAT_VERSION, "step": self.step, "run": self.run, "node": self.node,
                 "worldSize": self.world_size, "ranks": list(self.ranks), "savedTime": self.saved_time,
                 "persistedTime": self.persisted_time, "replicated": self.replicated,
-                "files": [file.to_document() for file in self.files], **_tagged(self.tag),
+                "files": [file.to_document() for file in self.files], **_tagged(self.tag), **_referring(self.refers),
             }
         )  # fmt: skip
 
@@ -199,6 +200,7 @@ class Manifest:
     committed_time: float  # when its last part was persisted: the same for every writer
     parts: tuple[PartRef, ...] = field(default=())
     tag: str = ""
+    refers: tuple[int, ...] = ()  # what any of its parts refers to
 
     @property
     def size_bytes(self) -> int:
@@ -217,6 +219,7 @@ class Manifest:
                     for part in self.parts
                 ],
                 **_tagged(self.tag),
+                **_referring(self.refers),
             }
         )  # fmt: skip
 
@@ -233,6 +236,7 @@ class PartSeen:
     persisted_time: float
     replicated: str
     tag: str
+    refers: tuple[int, ...]
 
 
 def named_ranks(ranks: Iterable[int], sharers: str, world_size: int) -> tuple[int, ...]:
@@ -263,6 +267,7 @@ def see_part(part: Part, record: bytes) -> PartSeen:
         persisted_time=part.persisted_time,
         replicated=part.replicated,
         tag=part.tag,
+        refers=part.refers,
     )
 
 
@@ -299,6 +304,7 @@ def manifest_of_seen(parts: Iterable[PartSeen]) -> Manifest | None:
         committed_time=max(part.persisted_time for part in ordered),
         parts=tuple(part.ref for part in ordered),
         tag=first.tag,
+        refers=tuple(sorted({step for part in ordered for step in part.refers})),
     )
 
 
@@ -317,6 +323,7 @@ def parse_part(data: bytes) -> Part:
         persisted_time=doc.number("persistedTime"),
         replicated=doc.text("replicated"),
         tag=doc.tag(),
+        refers=doc.refers(),
     )
     for file in files:
         expected = data_path(part.step, part.run, file.name, file.rank, part.world_size)
@@ -346,6 +353,7 @@ def parse_manifest(data: bytes) -> Manifest:
             for ref in doc.items_of("parts")
         ),
         tag=doc.tag(),
+        refers=doc.refers(),
     )
     if sorted(rank for part in manifest.parts for rank in part.ranks) != list(range(manifest.world_size)):
         raise RecordInvalid("the manifest does not name every rank once")
@@ -396,6 +404,10 @@ def _parse_file(doc: _Document) -> FileEntry:
 
 def _tagged(tag: str) -> dict[str, object]:
     return {"tag": tag} if tag else {}
+
+
+def _referring(refers: Sequence[int]) -> dict[str, object]:
+    return {"refers": list(refers)} if refers else {}
 
 
 def _seal(document: dict[str, object]) -> bytes:
@@ -456,6 +468,14 @@ class _Document:
         if not isinstance(value, str) or (value and not is_tag(value)):
             raise RecordInvalid(f"{value!r} cannot be a tag")
         return value
+
+    def refers(self) -> tuple[int, ...]:
+        """Ascending, and all of them older than the step itself: what refers to each other cannot be read."""
+        values = self._list("refers") if "refers" in self._values else []
+        steps = [value for value in values if type(value) is int and 0 <= value < self.integer("step", 0, MAX_STEP)]
+        if len(steps) != len(values) or sorted(set(steps)) != steps:
+            raise RecordInvalid("refers is not a list of older steps in order")
+        return tuple(steps)
 
     def _list(self, key: str) -> Sequence[object]:
         value = self._values.get(key)

@@ -16,6 +16,7 @@ VERSION = 1
 MAX_SAVE_BYTES = 2**44
 MAX_SECONDS = 1e9  # that anything may have taken; sums of it stay numbers
 MAX_METRICS = 64
+MAX_REFERABLE = 1024  # steps: those that a gang may refer to are few
 MAX_METRIC_NAME = 64  # characters
 
 
@@ -247,6 +248,20 @@ class Want(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Referable(Message):
+    """The steps that the gang's saves refer to, or may soon: retention is to leave them. Said by rank 0, before a step
+    is staged after which they would go; each time all of them.
+    """
+
+    steps: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check(len(self.steps) <= MAX_REFERABLE, f"{len(self.steps)} referable steps")
+        for step in self.steps:
+            _check_step(step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinalSaved(Message):
     """The gang saved this step because it was asked to stop, and waits to be stopped."""
 
@@ -378,6 +393,13 @@ class Committed(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unreferable(Message):
+    """Nothing is to refer to these steps: they are gone, or what is committed of them is another run's."""
+
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PersistFailed(Message):
     """Persisting this step fails for now; the agent goes on trying."""
 
@@ -406,12 +428,12 @@ class Status(Message):
 
 FROM_RANK = (
     Hello, Expect, Reserve, Staged, Sharers, Skipped, GaveUp, Progress, Restored, Steps, Supersede, SetAside, Remove,
-    Fetch, Want, FinalSaved, Bye,
+    Fetch, Want, Referable, FinalSaved, Bye,
 )  # fmt: skip
 FROM_LAUNCHER = (Launching,)
 FROM_SUPERVISOR = (Watch, RequestSave, FlushRun)
 FROM_AGENT = (
-    Welcome, Reserved, SlotReady, Failure, CommittedSteps, Fetched, Committed, PersistFailed, Dropped,
+    Welcome, Reserved, SlotReady, Failure, CommittedSteps, Fetched, Committed, Unreferable, PersistFailed, Dropped,
     SaveRequested, Status,
 )  # fmt: skip
 

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from stepfast.layout import MANIFEST, classify
 from stepfast.step import attempt_of
 
+_NONE: Mapping[int, Collection[int]] = MappingProxyType({})
 
-def steps_to_remove(committed: Sequence[int], *, max_to_keep: int, protected: Collection[int]) -> list[int]:
-    """Steps beyond the newest `max_to_keep` (0: keep all), oldest first; never one that is protected.
 
-    Protected are the step that the current attempt started from and whatever a kept step refers to.
+def steps_to_remove(
+    committed: Sequence[int],
+    *,
+    max_to_keep: int,
+    protected: Collection[int],
+    refers: Mapping[int, Collection[int]] = _NONE,
+) -> list[int]:
+    """Steps beyond the newest `max_to_keep` (0: keep all), oldest first; never one that is protected, nor one that a
+    kept step refers to.
+
+    Protected are the step that the current attempt started from and what steps on their way refer to; `refers`: of
+    each committed step, the steps that it refers to.
     """
     if max_to_keep <= 0:
         return []
     kept = set(sorted(committed)[-max_to_keep:]) | set(protected)
+    left = list(kept)
+    while left:
+        newly = set(refers.get(left.pop(), ())) - kept
+        kept |= newly
+        left += newly
     return sorted(step for step in committed if step not in kept)
 
 

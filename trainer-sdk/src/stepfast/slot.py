@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
+from stepfast.references import MAX_REFERRED
 from stepfast.step import MAX_STEP, MAX_WORLD_SIZE, is_file_name, is_run, is_tag
 
 CONTROL_BYTES = 4096
@@ -57,6 +58,7 @@ class SlotRecord:
     due: bool = True  # whether the gang decided to persist this step
     tag: str = ""  # what its user calls the step; empty: nothing but its number
     sharers: str = EVERY_RANK  # which ranks have files in it (`ranks`)
+    refers: tuple[int, ...] = ()  # older steps whose files hold what this one leaves out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,10 @@ class ControlPage:
 def rank_record(record: SlotRecord) -> tuple[int, bytes]:
     """Where in the control page the record goes, and its bytes."""
     place = _STAGED_PLACE if record.state is SlotState.STAGED else _WRITING_PLACE
-    return place, _frame(asdict(record))
+    document = asdict(record)
+    if not record.refers:
+        del document["refers"]  # most do not: an agent from before it reads them still
+    return place, _frame(document)
 
 
 def agent_record(seq: int, verdict: SlotState) -> tuple[int, bytes]:
@@ -121,6 +126,7 @@ def _parse_record(doc: dict[str, object] | None) -> SlotRecord | None:
     if doc is None:
         return None
     try:
+        doc = {**doc, "refers": _steps(doc.get("refers", []))}
         record = SlotRecord(**doc)  # type: ignore[arg-type]  # every field is checked below
         ints = (record.seq, record.step, record.file_bytes, record.window_begin, record.window_bytes)
         if not all(type(n) is int and 0 <= n <= MAX_STEP for n in ints):
@@ -132,7 +138,7 @@ def _parse_record(doc: dict[str, object] | None) -> SlotRecord | None:
             return None
         if not is_run(record.run) or not is_file_name(record.name) or type(record.replicated) is not str:
             return None
-        if not _is_tag(record) or not _has_sharers(record):
+        if not _is_tag(record) or not _has_sharers(record) or not _has_references(record):
             return None
         if type(record.saved_time) not in (int, float) or not 0 <= record.saved_time < _MAX_TIME:
             return None
@@ -143,6 +149,20 @@ def _parse_record(doc: dict[str, object] | None) -> SlotRecord | None:
 
 def _is_tag(record: SlotRecord) -> bool:
     return type(record.tag) is str and (not record.tag or is_tag(record.tag))
+
+
+def _steps(value: object) -> tuple[int, ...]:
+    """Raises ValueError."""
+    if not isinstance(value, list) or not all(type(step) is int for step in value):
+        raise ValueError("not a list of steps")
+    return tuple(value)
+
+
+def _has_references(record: SlotRecord) -> bool:
+    """Whether they are few, in order, and older than the step."""
+    steps = record.refers
+    is_in_order = list(steps) == sorted(set(steps)) and all(0 <= step < record.step for step in steps)
+    return is_in_order and len(steps) <= MAX_REFERRED
 
 
 def _has_sharers(record: SlotRecord) -> bool:

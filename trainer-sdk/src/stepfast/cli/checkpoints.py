@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from stepfast.cli.job import uri_of
 from stepfast.cli.table import print_table
 from stepfast.cli.told import told
 from stepfast.errors import CheckpointDamaged, CheckpointNotFound, SpecError
-from stepfast.layout import HISTORIES, parse_step_folder
+from stepfast.layout import HISTORIES, FileEntry, parse_step_folder, step_folder
 from stepfast.sizes import size_text
 from stepfast.storage import Store, open_store
 from stepfast.storage.target import is_torch_file
@@ -87,6 +87,7 @@ def show(
         manifest, parts = catalog.open_step(store, "", number)
         files = [file for part in parts for file in part.files]
         headers = {file.path: catalog.read_header(store, "", file, number) for file in files}
+        elsewhere = {file.path: catalog.read_references(store, "", file, number) for file in files}
     if as_json:
         _print_json(
             {
@@ -94,6 +95,7 @@ def show(
                 "run": manifest.run,
                 "worldSize": manifest.world_size,
                 "sizeBytes": manifest.size_bytes,
+                "refers": list(manifest.refers),
                 "files": [{"path": file.path, "rank": file.rank, "sizeBytes": file.size_bytes} for file in files],
                 "tensors": {
                     file.path: {
@@ -102,10 +104,16 @@ def show(
                     }
                     for file in files
                 },
+                "referred": {
+                    path: {name: {"path": there.path, "name": there.name} for name, there in references.items()}
+                    for path, references in elsewhere.items()
+                },
             }
         )
         return
-    typer.echo(f"step {number}  run {manifest.run}  {manifest.world_size} ranks  {size_text(manifest.size_bytes)}")
+    rest = f"  refers to step {_numbers(manifest.refers)}" if manifest.refers else ""
+    size = size_text(manifest.size_bytes)
+    typer.echo(f"step {number}  run {manifest.run}  {manifest.world_size} ranks  {size}{rest}")
     for file in files:
         rows = [
             (
@@ -116,6 +124,7 @@ def show(
             )
             for name, place in headers[file.path].places.items()
         ]
+        rows += [(name, "", "", f"in {there.path}") for name, there in elsewhere[file.path].items()]
         title = f"{file.path}  {size_text(file.size_bytes)}"
         print_table(("TENSOR", "DTYPE", "SHAPE", "SIZE"), rows, title=title)
 
@@ -128,20 +137,27 @@ def verify(
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Reads every byte against its checksum: all steps, or one. Exit status 1 when something is damaged."""
+    """Reads every byte against its checksum, also what older steps hold of one: all steps, or one. Exit status 1 when
+    something is damaged.
+    """
     uri = _resolved(uri, namespace, context)
     results: list[dict[str, object]] = []
+    whole: set[str] = set()  # files, by path: what several steps refer to is read once
     with _opened(uri) as store:
         steps = [found.step for found in catalog.committed_steps(store, "")] if step is None else [step]
         if not steps:
             raise CheckpointNotFound(f"{uri} holds no committed step")
         for number in steps:
-            size, damage = 0, None
+            files: list[FileEntry] = []
+            damage = None
             try:
-                size = sum(file.size_bytes for file in catalog.verify_step(store, "", number))
+                files.extend(catalog.verify_step(store, "", number, but=whole))
             except CheckpointDamaged as error:
                 damage = str(error)
-            results.append({"step": number, "sizeBytes": size, "damage": damage})
+            whole |= {file.path for file in files}
+            # What older steps hold of it is theirs.
+            size = sum(file.size_bytes for file in files if file.path.startswith(f"{step_folder(number)}/"))
+            results.append({"step": number, "sizeBytes": 0 if damage else size, "damage": damage})
             if not as_json:
                 typer.echo(damage or f"step {number}: whole, {size_text(size)}", err=damage is not None)
     if as_json:
@@ -170,8 +186,8 @@ def export(  # noqa: PLR0917 - typer calls it by keyword
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Takes a verified step out: one rank's whole state as a torch file, or all ranks' files, as they are or as
-    DeepSpeed would have written them.
+    """Takes a verified step out: one rank's whole state as a torch file, or all ranks' files, as they are (and whole:
+    with what older steps hold of them) or as DeepSpeed would have written them.
     """
     uri = _resolved(uri, namespace, context)
     with _opened(uri) as store:
@@ -197,7 +213,8 @@ def remove(  # noqa: PLR0917 - typer calls it by keyword
 ) -> None:
     """Removes steps for good: the manifest first, then the files.
 
-    Committed steps, whose superseded states stay; with --superseded the other way round.
+    Committed steps, whose superseded states stay; with --superseded the other way round. A step that other committed
+    ones refer to goes only with them.
     """
     uri = _resolved(uri, namespace, context)
     with _opened(uri) as store:
@@ -250,8 +267,13 @@ def _remove_committed(store: Store, wanted: set[int], *, yes: bool) -> None:
         others = {found.step for found in catalog.superseded_steps(store, "")} & set(unknown)
         hint = f"; superseded: {_numbers(others)} (remove those with --superseded)" if others else ""
         raise CheckpointNotFound(f"not committed in {store.uri}: {_numbers(unknown)}{hint}")
+    referred = catalog.referring_to(store, "", wanted)
+    if referred:
+        reasons = "; ".join(f"{step} by {_numbers(referring)}" for step, referring in referred.items())
+        also = _numbers({step for referring in referred.values() for step in referring})
+        raise SpecError("STEPS", f"what others refer to is not removed without them: {reasons}. Name {also}, too")
     _confirm(f"Remove step {_numbers(wanted)} for good?", yes=yes)
-    for number in sorted(wanted):
+    for number in sorted(wanted, reverse=True):  # what refers goes before what it refers to
         catalog.remove_committed(store, "", number)
         typer.echo(f"removed step {number}")
 
@@ -342,7 +364,8 @@ def _chosen(store: Store, step: int | None) -> int:
 def _document(step: catalog.CommittedStep, state: str) -> dict[str, object]:
     return {
         "step": step.step, "run": step.run, "worldSize": step.world_size, "sizeBytes": step.size_bytes,
-        "savedTime": step.saved_time, "committedTime": step.committed_time, "state": state, "damage": step.damage,
+        "savedTime": step.saved_time, "committedTime": step.committed_time, "refers": list(step.refers), "state": state,
+        "damage": step.damage,
     }  # fmt: skip
 
 
@@ -352,6 +375,8 @@ def _row(step: catalog.CommittedStep, state: str) -> tuple[str, ...]:
         return (str(step.step), "", "", "", "", step.run, f"{damaged}: {step.damage}")
     lag = f"{step.committed_time - step.saved_time:.2f} s"
     size, saved = size_text(step.size_bytes), _time(step.saved_time)
+    if step.refers:
+        state = f"{state}, refers to {_numbers(step.refers)}"
     return (str(step.step), size, str(step.world_size), saved, lag, step.run, state)
 
 
@@ -359,7 +384,7 @@ def _of(run: str | None) -> str:
     return f" of run {run}" if run else ""
 
 
-def _numbers(steps: Sequence[int] | set[int]) -> str:
+def _numbers(steps: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(steps)))
 
 

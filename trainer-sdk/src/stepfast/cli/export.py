@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stepfast import catalog
+from stepfast.cli.wholefile import write_whole
 from stepfast.errors import CheckpointUnsafe, SpecError
 from stepfast.storage import Store
 from stepfast.storage.target import placed_file, placed_folder
@@ -42,11 +43,14 @@ def export_deepspeed(store: Store, step: int, to: Path, export: Export) -> None:
 
 
 def export_folder(store: Store, step: int, to: Path, export: Export) -> None:
-    """Every file of the step, each chunk checked before it is written."""
+    """Every file of the step, each chunk checked before it is written; whole, where the step refers to older ones."""
     with placed_folder(to, force=export.force) as folder:
-        _, parts = catalog.open_step(store, "", step)
+        manifest, parts = catalog.open_step(store, "", step)
         for file in (file for part in parts for file in part.files):
             with (folder / Path(file.path).name).open("wb") as out:
+                if manifest.refers:
+                    write_whole(store, manifest, file, out)
+                    continue
                 for chunk in catalog.read_file(store, "", file, step):
                     out.write(chunk)
 

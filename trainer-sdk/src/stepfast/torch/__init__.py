@@ -3,5 +3,6 @@
 from stepfast.admission import Interval
 from stepfast.step import Tier
 from stepfast.torch.checkpoint import Checkpointer, CommittedStep, Saved, every
+from stepfast.torch.settled import Settling
 
-__all__ = ["Checkpointer", "CommittedStep", "Interval", "Saved", "Tier", "every"]
+__all__ = ["Checkpointer", "CommittedStep", "Interval", "Saved", "Settling", "Tier", "every"]

@@ -33,6 +33,7 @@ from stepfast.torch.overlap import Overlap
 from stepfast.torch.planner import Planner
 from stepfast.torch.resume import Resumer
 from stepfast.torch.saver import Save
+from stepfast.torch.settled import Ledger, Referring
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source, committed_steps
 from stepfast.torch.stopping import wait_to_be_stopped
 from stepfast.torch.writer import Saved, Writer
@@ -56,7 +57,8 @@ class Checkpointer:
 
     Objects have `state_dict()` and `load_state_dict()`, or are dicts of plain values, which are restored in place.
     What DDP wraps is known to be equal on all ranks; `replicated` names further objects that are (each rank then
-    saves only its share of them); all else is each rank's own. Random generators are part of every save.
+    saves only its share of them); all else is each rank's own. Random generators are part of every save. Tensors that
+    an object says to be settled (`Settling`) are saved once; later steps refer to the step that holds them.
 
     interval: `"auto"` (Young/Daly from the measured stall and the failures that were seen), `every(steps=)`,
     `every(seconds=)`; None takes what the launcher said, else auto.
@@ -98,7 +100,9 @@ class Checkpointer:
             if self._link is not None
             else DirectSource(self._writer.store, job_folder(self._environment.job), run=self._environment.run)
         )
-        self._planner = Planner(self._objects, self._environment, weights_only=weights_only)
+        self._ledger = Ledger(self._objects.settled, self._environment, name)
+        self._referring = Referring(self._writer)
+        self._planner = Planner(self._objects, self._environment, weights_only=weights_only, held=self._ledger)
         self._newest: int | None = None  # newest step staged, on its way or saved
         self._resumer = Resumer(
             self._source, self._gang, self._environment, self._objects, name=name, weights_only=weights_only
@@ -151,6 +155,7 @@ class Checkpointer:
         """
         begin = time.perf_counter()
         self._writer.drain()  # what is restored is written over what is copied
+        self._ledger.forget()
         resumed = self._resumer.resume(step)
         restored = resumed.step or 0
         self._branch_step = (_SCRATCH if resumed.step is None else restored) if resumed.is_rollback else None
@@ -242,7 +247,7 @@ class Checkpointer:
         )
         if decision.save and self._branch_step is not None and not self._leave_newer_steps(self._branch_step):
             return replace(decision, save=False, final=False, next_step=request.step + 1)
-        return decision
+        return replace(decision, refers=self._referring.choose(request.step, reports)) if decision.save else decision
 
     def _leave_newer_steps(self, branch_step: int) -> bool:
         """Marks committed steps above the one that training went on from superseded; whether that succeeded.
@@ -276,17 +281,21 @@ class Checkpointer:
             unpersisted=self._writer.unpersisted(),
             waited=self._link.waited_steps if self._link is not None else (),
             replicated=self._planner.plan.replicated_digest if self._planner.plan is not None else "",
+            referable=self._ledger.steps,
             wants_save=wants_save or (self._link is not None and self._link.save_requested),
         )
 
     def _save(self, decision: Decision, began: float) -> Saved:
-        plan, header_tail, sources = self._planner.prepare(decision.step)
+        plan, header_tail, sources = self._planner.prepare(decision.step, decision.refers)
         save = Save(
             step=decision.step, due=decision.due, drop=decision.drop, plan=plan, header_tail=header_tail,
             sources=sources, began=began,
         )  # fmt: skip
         self._writer.write(save)
         stall = time.perf_counter() - began
+        is_first = decision.step > _SAVED_THROUGH.get(self._run_key, _SCRATCH)
+        is_sure = is_first and (decision.due or self._link is None)
+        self._ledger.record(decision.step, is_sure=is_sure, lost=self._writer.lost_among(self._ledger.steps))
         self._newest = _SAVED_THROUGH[self._run_key] = decision.step
         self._pace.save(decision.step, time.monotonic(), stall_seconds=stall, is_due=decision.due)
         self._measuring.lost(stall)

@@ -25,10 +25,12 @@ from stepfast.messages import (
     Message,
     PersistFailed,
     Progress,
+    Referable,
     SaveRequested,
     Sharers,
     SlotReady,
     Staged,
+    Unreferable,
     Want,
 )
 from stepfast.torch.devicecopy import find_device
@@ -61,6 +63,8 @@ class AgentLink:
         self._offers: dict[int, Staged] = {}  # the last message of each slot: said again to an agent that restarted
         self._sharers: dict[int, str] = {}  # by step, until it is settled
         self._wanted: set[int] = set()
+        self._referable: tuple[int, ...] = ()
+        self._unreferable: set[int] = set()
         self._changed = threading.Condition()
         self._closed = False
         self._lost_time = time.monotonic()
@@ -138,6 +142,16 @@ class AgentLink:
         self._sharers[step] = sharers
         self.tell(Sharers(step=step, ranks=sharers))
 
+    def keep_referable(self, steps: Sequence[int]) -> None:
+        """Asks that these steps be kept, as later ones may refer to them."""
+        if tuple(steps) != self._referable:
+            self._referable = tuple(steps)
+            self.tell(Referable(steps=self._referable))
+
+    def is_referable(self, step: int) -> bool:
+        """Whether the step was committed as this run's, and is known to be there still."""
+        return step in self._committed and step not in self._unreferable
+
     def want(self, step: int) -> None:
         """Asks that this step be committed, whatever comes after it."""
         self._wanted.add(step)
@@ -206,6 +220,10 @@ class AgentLink:
         """Whether the step was committed or dropped: nobody persists it any more."""
         return step in self._committed or step in self._dropped
 
+    def is_dropped(self, step: int) -> bool:
+        """Whether the step will not be committed."""
+        return step in self._dropped
+
     @property
     def waited_steps(self) -> tuple[int, ...]:
         """Steps that somebody waits for and that are not committed."""
@@ -250,6 +268,10 @@ class AgentLink:
                 self._failure = None
                 while len(self._committed) > 1000:
                     del self._committed[min(self._committed)]
+            elif isinstance(message, Unreferable):
+                self._unreferable.update(message.steps)
+                while len(self._unreferable) > 1000:
+                    self._unreferable.remove(min(self._unreferable))
             elif isinstance(message, Dropped):
                 self._dropped.add(message.step)
                 self._sharers.pop(message.step, None)
@@ -292,6 +314,8 @@ class AgentLink:
                     client.send(Sharers(step=step, ranks=sharers))
                 for step in self.waited_steps:
                     client.send(Want(step=step))
+                if self._referable:
+                    client.send(Referable(steps=self._referable))
             except (StepfastError, OSError):
                 continue
             self._connect_time = time.monotonic()

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepfast.errors import CheckpointMismatch
 from stepfast.torch.rng import get_rng_state
+from stepfast.torch.settled import checked_settlements
 from stepfast.torch.state import Json, leaves
 from stepfast.torch.targets import OwnState
 
@@ -71,6 +72,15 @@ class ObjectSet:
             name: _unwrapped(item).state_dict() if _has_state(item) else item for name, item in self._objects.items()
         }
         return {**states, RNG: get_rng_state()}
+
+    def settled(self) -> list[tuple[torch.Tensor, int]]:
+        """What the objects say of their tensors that do not change (`settled.Settling`). Raises TypeError."""
+        found = []
+        for name, item in self._objects.items():
+            say = getattr(_unwrapped(item), "settled", None)
+            if callable(say):
+                found += checked_settlements(name, say())
+        return found
 
     def replicated_tensors(self, structure: Json, count: int) -> list[bool]:
         """For each of the `count` tensors of the state that is described so, whether all ranks have the same.

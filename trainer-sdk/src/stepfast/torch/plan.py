@@ -6,6 +6,7 @@ division from names, shapes and dtypes alone, without a word to the others. All 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stepfast.references import REFERRED, REFERRING_VERSION, STATE_VERSION, Reference, steps_of, to_text
 from stepfast.tensorfile import HeaderPlan, TensorSpec
 from stepfast.torch import sharing
 from stepfast.torch.dtypes import NATIVE, as_stored, parse_dtype, stored_form
@@ -24,7 +26,6 @@ from stepfast.torch.retrace import Retrace
 from stepfast.torch.sharing import Base, Sharing
 from stepfast.torch.state import Collected, Found, Json
 
-STATE_VERSION = 2
 _shape, _dtype, _pointer = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.data_ptr
 _MIN_CUT_BYTES = 64 * 1024  # smaller tensors are not cut into rows
 
@@ -86,6 +87,17 @@ class Piece:
     rows: Rows | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What an entry of the file is made of: which collected tensor (-1: a span of some), and in what form its bytes are
+    written: two entries of one tensor in the same form are the same bytes.
+    """
+
+    tensor: int
+    form: tuple[str, tuple[int, ...], Rows | None]  # dtype, shape of the whole, which rows of it
+    size_bytes: int
+
+
 class SavePlan:
     """The file of one rank for states of one structure."""
 
@@ -109,14 +121,32 @@ class SavePlan:
             "structure": structure,
             **sharing.to_document(self._sharing),
         }  # fmt: skip
+        self._document = document
         self._constant = {"stepfast": json.dumps(document, separators=(",", ":"))}
+        self.refers: tuple[int, ...] = ()  # older steps whose files hold what this one leaves out
+        self._prepare()
+        self._lay_out(1024 + 64 * len(collected.values))
+
+    def without(self, references: Mapping[int, Reference]) -> SavePlan:
+        """The file that leaves these entries out, by their numbers, and says where they are."""
+        plan = copy.copy(self)
+        left = {self._pieces[index].name: reference for index, reference in references.items()}
+        plan._pieces = [piece for index, piece in enumerate(self._pieces) if index not in references]
+        document = {**self._document, "version": REFERRING_VERSION}
+        plan._constant = {"stepfast": json.dumps(document, separators=(",", ":")), REFERRED: to_text(left)}
+        plan.refers = steps_of(references.values())
+        plan._prepare()
+        plan._lay_out(self._variable_bytes)
+        return plan
+
+    def _prepare(self) -> None:
         self._specs = [self._spec(piece) for piece in self._pieces]
         # Most pieces are collected tensors as they are; only the others are made at each save.
         self._made = [(index, piece) for index, piece in enumerate(self._pieces) if not self._is_as_collected(piece)]
         self._taken = [max(0, self._sharing.bases[piece.base].tensor) for piece in self._pieces]
-        self._lay_out(1024 + 64 * len(collected.values))
 
     def _lay_out(self, variable_bytes: int) -> None:
+        self._variable_bytes = variable_bytes
         self._header_plan = HeaderPlan(self._specs, constant=self._constant, variable_bytes=variable_bytes)
         self.generation = object()  # views of slots are made anew when this changes
         self.size_bytes = self._header_plan.size_bytes
@@ -149,6 +179,15 @@ class SavePlan:
     def names(self) -> list[str]:
         """The name of each source in the file."""
         return [piece.name for piece in self._pieces]
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries of the file, in the order of `names`."""
+        bases = [self._sharing.bases[piece.base] for piece in self._pieces]
+        return [
+            Entry(tensor=base.tensor, form=(base.dtype, base.shape, piece.rows), size_bytes=spec.size_bytes)
+            for base, piece, spec in zip(bases, self._pieces, self._specs, strict=True)
+        ]
 
     def stored_forms(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """The dtype and shape of each source."""

@@ -13,16 +13,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from stepfast.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, ObjectNotFound
-from stepfast.layout import FileEntry, Manifest, Part, RecordInvalid, check_manifest, check_part, manifest_path
+from stepfast.layout import (
+    FileEntry,
+    Manifest,
+    Part,
+    RecordInvalid,
+    check_manifest,
+    check_part,
+    manifest_path,
+    step_folder,
+)
+from stepfast.references import REFERRING_VERSION, STATE_VERSION, Reference, from_metadata, part_of
 from stepfast.step import Tier
 from stepfast.torch import sharing, targets
 from stepfast.torch.dtypes import NATIVE, as_movable, parse_dtype
-from stepfast.torch.plan import STATE_VERSION, Rows, divide, piece_name, row_dimension
+from stepfast.torch.plan import Rows, divide, piece_name, row_dimension
 from stepfast.torch.sharing import Base, Sharing
 from stepfast.torch.sources import Source, read_record
 from stepfast.torch.state import Json, leaves, rebuild, tensors_in
@@ -38,10 +48,10 @@ def reading_threads(local_world_size: int) -> int:
 
 
 class _Piece(NamedTuple):  # one a tensor: a dataclass is made ten times as slowly
-    """Some of a base's bytes, `[begin, end)` of a rank's file: all, or (`rows`) a rank's share of a divided one."""
+    """Some of a base's bytes, `[begin, end)` of a file: all, or (`rows`) a rank's share of a divided one."""
 
     base: int
-    rank: int
+    path: str
     begin: int
     end: int
     rows: Rows | None
@@ -60,15 +70,19 @@ class _Contents:
 
 
 class StepReader:
-    """One committed step. Raises CheckpointNotFound and CheckpointDamaged (whose `older_step` the caller fills in)."""
+    """One committed step, and of older ones what it refers to. Raises CheckpointNotFound and CheckpointDamaged (whose
+    `older_step` the caller fills in).
+    """
 
     def __init__(self, source: Source, step: int, *, name: str, threads: int = 1) -> None:
         self._source, self.step, self._name = source, step, name
         self.manifest = self._read_manifest()
-        self._entries: Mapping[int, FileEntry] = {
-            file.rank: file for part in self._read_parts() for file in part.files if file.name == name
-        }
-        self._files: dict[int, VerifiedFile] = {}
+        files = [file for part in self._read_parts() for file in part.files if file.name == name]
+        self._paths: Mapping[int, str] = {file.rank: file.path for file in files}
+        self._entries: dict[str, FileEntry] = {file.path: file for file in files}
+        self._files: dict[str, VerifiedFile] = {}
+        self._references: dict[str, Mapping[str, Reference]] = {}  # by the file that leaves them out
+        self._referred: dict[int, Manifest] = {}  # older steps
         self._contents: dict[int, _Contents] = {}
         self.has_touched = False
         """Whether the caller's own tensors were written to: they are undefined when `read` failed since."""
@@ -106,7 +120,7 @@ class StepReader:
 
     def check(self, rank: int) -> None:
         """After `prepare`: reads every byte that only the storage has, and delivers none."""
-        for source, pieces in _by_rank(self._open(rank).pieces).items():
+        for source, pieces in _by_path(self._open(rank).pieces).items():
             file, ranges = self._files[source], [(piece.begin, piece.end) for piece in pieces]
             if file.tier is not Tier.MEMORY:
                 self._guard(source, partial(file.check, ranges, self._threads))
@@ -127,11 +141,11 @@ class StepReader:
     @property
     def ranks(self) -> Sequence[int]:
         """Those that have a file in the step, ascending."""
-        return sorted(self._entries)
+        return sorted(self._paths)
 
     def names(self, rank: int) -> list[str]:
         """What the rank's state is made of; nothing when it has no file."""
-        return [name for name, _ in self._children(rank)] if rank in self._entries else []
+        return [name for name, _ in self._children(rank)] if rank in self._paths else []
 
     def read_objects(
         self, rank: int, names: Collection[str], device_of: Callable[[str], str], *, weights_only: bool,
@@ -194,10 +208,10 @@ class StepReader:
 
     def _open(self, rank: int) -> _Contents:
         if rank not in self._contents:
-            own = self._file(rank)
+            own = self._file(self._path(rank))
             about, values = own.header.metadata["stepfast"], own.header.metadata["values"]
             document = json.loads(about)
-            if document["version"] != STATE_VERSION:
+            if document["version"] not in (STATE_VERSION, REFERRING_VERSION):
                 raise CheckpointMismatch(f"step {self.step} has the state version {document['version']}")
             found = sharing.from_document(document)
             self._contents[rank] = _Contents(
@@ -211,22 +225,57 @@ class StepReader:
         return self._contents[rank]
 
     def _pieces(self, rank: int, document: Mapping[str, Any], found: Sharing) -> list[_Piece]:
-        shared, ranges = document["replicated"], self._file(rank).header.ranges
+        own = self._path(rank)
+        shared, ranges = document["replicated"], self._file(own).header.ranges
         division = dict(zip(shared, divide([found.bases[i] for i in shared], document["worldSize"]), strict=True))
         pieces = []
         for index, base in enumerate(found.bases):
             if index not in division:
-                begin, end = ranges.get(base.name) or self._missing(rank, base.name)
-                pieces.append(_Piece(index, rank, begin, end, None))
+                span = ranges.get(base.name)
+                path, begin, end = (own, *span) if span is not None else self._elsewhere(own, base.name)
+                pieces.append(_Piece(index, path, begin, end, None))
                 continue
             for rows in division[index]:
-                name = piece_name(base, rows)
-                begin, end = self._file(rows.rank).header.ranges.get(name) or self._missing(rows.rank, name)
-                pieces.append(_Piece(index, rows.rank, begin, end, None if name == base.name else rows))
+                name, path = piece_name(base, rows), self._path(rows.rank)
+                span = self._file(path).header.ranges.get(name)
+                path, begin, end = (path, *span) if span is not None else self._elsewhere(path, name)
+                pieces.append(_Piece(index, path, begin, end, None if name == base.name else rows))
         return pieces
 
-    def _missing(self, rank: int, name: str) -> NoReturn:
-        raise self._damaged(rank, f"tensor {name!r} is not in the file")
+    def _elsewhere(self, path: str, name: str) -> tuple[str, int, int]:
+        """Where a tensor is that the file leaves out: another file, and its range there."""
+        if path not in self._references:
+            try:
+                self._references[path] = from_metadata(self._files[path].header.metadata)
+            except RecordInvalid as error:
+                raise self._damaged(path, str(error)) from error
+        reference = self._references[path].get(name)
+        if reference is None:
+            raise self._damaged(path, f"tensor {name!r} is not in the file")
+        if reference.path not in self._entries:
+            self._entries[reference.path] = self._referred_entry(reference)
+        found = self._file(reference.path).header.ranges.get(reference.name)
+        if found is None:
+            raise self._damaged(reference.path, f"tensor {reference.name!r} is not in the file")
+        return (reference.path, *found)
+
+    def _referred_entry(self, reference: Reference) -> FileEntry:
+        """The file of an older step as that step's own part names it."""
+        path = manifest_path(reference.step)
+        try:
+            if reference.step not in self._referred:
+                if reference.step not in self.manifest.refers:
+                    raise RecordInvalid(f"step {self.step} does not say that it refers to it")
+                self._referred[reference.step] = check_manifest(read_record(self._source, path), reference.step)
+            ref = part_of(reference.path, self._referred[reference.step])
+            path = ref.path
+            part = check_part(ref, read_record(self._source, path))
+        except (RecordInvalid, ObjectNotFound) as error:
+            raise self._damaged(path, str(error)) from error
+        for file in part.files:
+            if file.path == reference.path:
+                return file
+        raise self._damaged(reference.path, f"{path} names no such file")
 
     def _prepare(self, rank: int, *, weights_only: bool) -> None:
         contents = self._open(rank)
@@ -251,11 +300,11 @@ class StepReader:
         return root
 
     def _deliver(self, pieces: Sequence[_Piece], bases: Mapping[int, torch.Tensor], found: Sharing) -> None:
-        for rank, its_pieces in _by_rank(pieces).items():
-            self._deliver_of(rank, its_pieces, bases, found)
+        for path, its_pieces in _by_path(pieces).items():
+            self._deliver_of(path, its_pieces, bases, found)
 
     def _deliver_of(
-        self, rank: int, pieces: Sequence[_Piece], bases: Mapping[int, torch.Tensor], found: Sharing
+        self, path: str, pieces: Sequence[_Piece], bases: Mapping[int, torch.Tensor], found: Sharing
     ) -> None:
         """Reads the pieces that one file holds: to their places, or beside them where a place has gaps."""
         extents, beside = [], []
@@ -265,7 +314,7 @@ class StepReader:
             if piece.rows is not None:
                 target = target.narrow(row_dimension(target.shape), piece.rows.begin, piece.rows.end - piece.rows.begin)
             if size != target.nbytes:  # nothing is ever written beyond a tensor
-                raise self._damaged(rank, f"tensor {found.bases[piece.base].name!r} has {size} bytes")
+                raise self._damaged(path, f"tensor {found.bases[piece.base].name!r} has {size} bytes")
             if not size:
                 continue
             if not target.is_contiguous():
@@ -273,38 +322,44 @@ class StepReader:
                 beside.append((target, found.bases[piece.base], read))
                 target = read
             extents.append(Extent(piece.begin, piece.end, target.data_ptr()))
-        self._guard(rank, lambda: self._files[rank].read(extents, self._threads))
+        self._guard(path, lambda: self._files[path].read(extents, self._threads))
         for target, base, read in beside:
             _fill(target, base, read)
 
-    def _file(self, rank: int) -> VerifiedFile:
-        if rank not in self._files:
-            entry = self._entries.get(rank)
-            if entry is None:
-                raise CheckpointNotFound(f"step {self.step} holds no file {self._name!r} of rank {rank}")
+    def _path(self, rank: int) -> str:
+        path = self._paths.get(rank)
+        if path is None:
+            raise CheckpointNotFound(f"step {self.step} holds no file {self._name!r} of rank {rank}")
+        return path
+
+    def _file(self, path: str) -> VerifiedFile:
+        if path not in self._files:
             try:
-                found = self._source.fetch(entry.path, refresh=self._is_refreshed)
+                found = self._source.fetch(path, refresh=self._is_refreshed)
             except ObjectNotFound as error:
-                raise self._damaged(rank, f"missing ({error})") from error
+                raise self._damaged(path, f"missing ({error})") from error
             tier = found.tier
             try:
-                self._files[rank] = VerifiedFile(found, entry)
+                self._files[path] = VerifiedFile(found, self._entries[path])
             except FileMismatch as error:
                 if tier is Tier.MEMORY:
                     raise _MemoryMismatch from error
-                raise self._damaged(rank, str(error)) from error
-        return self._files[rank]
+                raise self._damaged(path, str(error)) from error
+        return self._files[path]
 
-    def _guard(self, rank: int, read: Callable[[], None]) -> None:
+    def _guard(self, path: str, read: Callable[[], None]) -> None:
         try:
             read()
         except FileMismatch as error:
-            if self._files[rank].tier is Tier.MEMORY:
+            if self._files[path].tier is Tier.MEMORY:
                 raise _MemoryMismatch from error
-            raise self._damaged(rank, str(error)) from error
+            raise self._damaged(path, str(error)) from error
 
-    def _damaged(self, rank: int, reason: str) -> CheckpointDamaged:
-        return CheckpointDamaged(self._entries[rank].path, self.step, reason)
+    def _damaged(self, path: str, reason: str) -> CheckpointDamaged:
+        """The damage of a file; of an older step's it says why that is this one's."""
+        if not path.startswith(f"{step_folder(self.step)}/"):
+            reason = f"{reason} (step {self.step} refers to it)"
+        return CheckpointDamaged(path, self.step, reason)
 
     def _read_manifest(self) -> Manifest:
         path = manifest_path(self.step)
@@ -334,11 +389,11 @@ def _pickled_bases(structure: Json, found: Sharing) -> set[int]:
     return {place if isinstance(place, int) else place.base for place in map(found.places.__getitem__, numbers)}
 
 
-def _by_rank(pieces: Sequence[_Piece]) -> dict[int, list[_Piece]]:
-    by_rank: dict[int, list[_Piece]] = {}
+def _by_path(pieces: Sequence[_Piece]) -> dict[str, list[_Piece]]:
+    by_path: dict[str, list[_Piece]] = {}
     for piece in pieces:
-        by_rank.setdefault(piece.rank, []).append(piece)
-    return by_rank
+        by_path.setdefault(piece.path, []).append(piece)
+    return by_path
 
 
 def _fill(target: torch.Tensor, base: Base, read: torch.Tensor) -> None:

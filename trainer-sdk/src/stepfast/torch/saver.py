@@ -9,20 +9,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 
 from stepfast import catalog
-from stepfast.commit import FileUpload, try_commit, write_part
+from stepfast.commit import FileUpload, read_manifest, try_commit, write_part
 from stepfast.environment import Environment
 from stepfast.errors import (
     AgentUnavailable,
     CheckpointError,
     CheckpointNotFound,
     ObjectNotFound,
+    ReferenceMissing,
     StorageError,
     StorageUnavailable,
 )
@@ -71,6 +72,11 @@ class Save:
     began: float  # time.perf_counter() when training stopped for it
     tag: str = ""
     sharers: str = EVERY_RANK  # which ranks have files in the step (`stepfast.ranks`)
+
+    @property
+    def refers(self) -> tuple[int, ...]:
+        """Older steps whose files hold what this one leaves out."""
+        return self.plan.refers
 
 
 class AgentSaver:
@@ -192,7 +198,7 @@ class AgentSaver:
             rank=environment.rank, world_size=environment.world_size, node=environment.node,
             file_bytes=save.plan.size_bytes, window_begin=begin, window_bytes=window, files=1, saved_time=time.time(),
             replicated=save.plan.replicated_digest, due=save.due, tag=save.tag,
-            sharers=save.sharers if len(save.sharers) <= MAX_SHARERS_BYTES else UNKNOWN,
+            sharers=save.sharers if len(save.sharers) <= MAX_SHARERS_BYTES else UNKNOWN, refers=save.refers,
         )  # fmt: skip
 
 
@@ -227,6 +233,7 @@ class DirectSaver:
         self._open: _Open | None = None
         self._unshared: dict[int, Part] = {}  # of files that are stored, by step, until `share`
         self._given_up: dict[int, str] = {}
+        self.referable: Collection[int] = ()  # steps that later saves may refer to: they are kept
         self._lock = threading.RLock()  # who shares in a step is told in another thread than the one that saves
 
     def save(self, save: Save) -> None:
@@ -289,6 +296,14 @@ class DirectSaver:
         with self._lock:
             self._note(manifest)
 
+    def is_committed(self, step: int) -> bool:
+        """Whether the step is committed, and is this run's."""
+        try:
+            manifest = read_manifest(self._store, self._folder, step)
+        except (StorageError, CheckpointError):
+            return False
+        return manifest is not None and manifest.run == self._environment.run
+
     def close(self) -> None:
         """Takes down a commit that is not known yet; ends the threads."""
         with self._lock:
@@ -303,6 +318,10 @@ class DirectSaver:
             manifest = try_commit(
                 self._store, self._folder, opened.step, self._environment.run, is_eager=opened.is_shared_by_some
             )
+        except ReferenceMissing as error:
+            log.error("stepfast: step %s is given up: %s", opened.step, error)
+            self.give_up(opened.step, str(error))
+            return
         except (StorageError, CheckpointError) as error:
             log.warning("stepfast: step %s is not committed yet: %s", opened.step, error)
             return
@@ -326,7 +345,7 @@ class DirectSaver:
             append_rows(self._store, self._folder, [row])
             catalog.retain(
                 self._store, self._folder, run=environment.run, max_to_keep=environment.max_to_keep,
-                protected=[environment.resume_step] if environment.resume_step else [],
+                protected=[*([environment.resume_step] if environment.resume_step else []), *self.referable],
             )  # fmt: skip
         except StorageError as error:
             log.warning("stepfast: after the commit of step %s: %s", opened.step, error)
@@ -350,7 +369,7 @@ class DirectSaver:
         return Part(
             step=save.step, run=environment.run, node=DIRECT_NODE + environment.rank,
             world_size=environment.world_size, ranks=(environment.rank,), files=(entry,), saved_time=saved_time,
-            persisted_time=time.time(), replicated=save.plan.replicated_digest, tag=save.tag,
+            persisted_time=time.time(), replicated=save.plan.replicated_digest, tag=save.tag, refers=save.refers,
         )  # fmt: skip
 
     def _write_part(self, part: Part, sharers: str) -> None:

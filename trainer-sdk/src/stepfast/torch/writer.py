@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Sequence
 
 from stepfast.environment import Environment
 from stepfast.errors import AgentUnavailable, CheckpointNotFound, StorageError, StorageUnavailable
@@ -52,6 +53,7 @@ class Writer:
         self._store: Store | None = None
         self._direct_saves: dict[int, StorageError | None] = {}  # steps that went straight to the storage, newest last
         self._given_up: dict[int, str] = {}  # steps of which some rank's share will never be there, and why
+        self._referable: Sequence[int] = ()
 
     @property
     def store(self) -> Store:
@@ -106,6 +108,34 @@ class Writer:
         """Whether the step was to go straight to the storage, and did not get there."""
         return self._direct_saves.get(step) is not None
 
+    def committed_among(self, steps: Iterable[int]) -> set[int]:
+        """Those of this run's steps that are known to be committed, as this run's."""
+        return {step for step in steps if self._is_committed(step)}
+
+    def _is_committed(self, step: int) -> bool:
+        if self._link is None or step in self._direct_saves:
+            return self._direct_saver().is_committed(step)
+        return self._link.is_referable(step)
+
+    def lost_among(self, steps: Iterable[int]) -> set[int]:
+        """Those of this run's steps that are known never to be committed."""
+        link = self._link
+        return {step for step in steps if self.has_failed(step) or (link is not None and link.is_dropped(step))}
+
+    def is_settled(self, step: int) -> bool:
+        """Whether it is known what became of the step: it is committed, or never will be."""
+        if self._link is None or step in self._direct_saves:
+            return self.has_failed(step) or self._direct_saver().is_committed(step)
+        return self._link.is_settled(step)
+
+    def keep_referable(self, steps: Sequence[int]) -> None:
+        """Later saves may refer to these steps: retention leaves them, whatever comes after them."""
+        self._referable = steps
+        if self._link is not None:
+            self._link.keep_referable(steps)
+        if self._direct is not None:
+            self._direct.referable = steps
+
     def unpersisted(self) -> tuple[int, ...]:
         """Steps that are staged, or on their way, and due, and of which nobody has said what became of them."""
         if self.agent is None or self._link is None:
@@ -158,6 +188,7 @@ class Writer:
     def _direct_saver(self) -> DirectSaver:
         if self._direct is None:
             self._direct = DirectSaver(self.store, self._environment, self._name)
+            self._direct.referable = self._referable
         return self._direct
 
 
