@@ -6,6 +6,7 @@ They are forked from a server that has torch already; what does not end in time 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -40,6 +41,15 @@ def run_gang_that_may_die(world_size: int, function: Callable[..., Any], *argume
         return None
     assert all(kind == "result" for kind, _ in said), said
     return [result for _, result in said]
+
+
+def be_rank(folder: Path, job: str, attempt: int) -> None:
+    """This process' surroundings, as a launcher would say them: no agent, a storage in that folder."""
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(
+        RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world_size, STEPFAST_JOB=f"tests/{job}",
+        STEPFAST_RUN=f"{job}-{attempt}", STEPFAST_STORAGE_URI=folder.as_uri(),
+    )  # fmt: skip
 
 
 def _run(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[str, Any]]:

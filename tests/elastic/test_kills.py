@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gangs import run_gang, run_gang_that_may_die
+from gangs import be_rank, run_gang, run_gang_that_may_die
 from stepfast.torch import Checkpointer, every
 from trainings import go_on, make_random, tensors_of
 
@@ -50,10 +50,7 @@ def train(folder: Path, attempt: int, victim: int, last: int | None) -> tuple[in
     """From the latest committed step to the end; how many effects that took, what came of it, where it began."""
     rank = dist.get_rank()
     effects = Effects(last if rank == victim else None)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD_SIZE),
-        STEPFAST_JOB="tests/kills", STEPFAST_RUN=f"kills-{attempt}", STEPFAST_STORAGE_URI=folder.as_uri(),
-    )  # fmt: skip
+    be_rank(folder, "kills", attempt)
     torch.manual_seed(rank)
     pipeline, scheduler, network, optimizer = make_random()
     checkpointer = Checkpointer(pipeline=pipeline, scheduler=scheduler, interval=every(steps=1))

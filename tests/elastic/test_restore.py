@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from gangs import run_gang
-from stepfast.torch import Checkpointer
+from gangs import be_rank, run_gang
+from stepfast.torch import Checkpointer, every
 from stepfast.torch.elastic_pipeline import ElasticPipeline, Evidence, MomentRule
 from stepfast.torch.rng import get_rng_state, set_rng_state
 from trainings import (
     BATCH,
+    WIDTH,
     Outcome,
     Training,
     blocks,
@@ -76,11 +77,7 @@ PLAIN = Training(model=blocks, steps=10, changes={2: 4, 8: 5}, options={"length"
 
 def train_a_part(folder: Path, attempt: int, last: int) -> Outcome:
     """From what is committed to that step, which is saved."""
-    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(
-        RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world_size,
-        STEPFAST_JOB="tests/parts", STEPFAST_RUN=f"parts-{attempt}", STEPFAST_STORAGE_URI=folder.as_uri(),
-    )  # fmt: skip
+    be_rank(folder, "parts", attempt)
     network, optimizer, scheduler = PLAIN.make(seed=attempt)
     pipeline = PLAIN.pipeline(network, optimizer)
     checkpointer = Checkpointer(pipeline=pipeline, scheduler=scheduler, replicated=["scheduler"])
@@ -102,6 +99,52 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(tmp_path: Path)
     for outcome in outcomes:
         assert distance(outcome.weights, expected.weights) < 1e-12
         assert distance(outcome.moments, expected.moments) < 1e-12
+
+
+def wide() -> nn.Sequential:
+    """Of layers that are large enough to be left out."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 96), *(nn.Sequential(nn.Linear(96, 96), nn.Tanh()) for _ in range(6)), nn.Linear(96, WIDTH)
+    )
+
+
+WIDE = Training(model=wide, options={"length": 2, "micro_batches": 1})
+
+
+def train_half_frozen(folder: Path, attempt: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """Freezes the first four layers after the second step, thaws them after the sixth, saves every step."""
+    be_rank(folder, "half", attempt)
+    network, optimizer, scheduler = WIDE.make()
+    pipeline = WIDE.pipeline(network, optimizer)
+    checkpointer = Checkpointer(pipeline=pipeline, scheduler=scheduler, interval=every(steps=1))
+    start = checkpointer.restore()
+    for _ in pipeline.epochs(3):
+        for step in pipeline.steps():
+            scheduler.step()
+            if step.number in (2, 6):
+                pipeline.take(pipeline.shape_for(4 if step.number == 2 else 0))
+            checkpointer.save(step.number).wait()
+            if step.number in (5, 9) and attempt == step.number // 4:
+                checkpointer.close()
+                return start, tensors_of(network, optimizer)
+    raise AssertionError("nine steps are three epochs")
+
+
+def test_frozen_layers_are_saved_once_and_come_back_bit_for_bit(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    first = run_gang(2, train_half_frozen, folder, 1)
+    sizes = {
+        step: sum(file.stat().st_size for file in (folder / "tests" / "half" / f"global_step{step}").iterdir())
+        for step in range(1, 6)
+    }
+    assert sizes[2] > 0.95 * sizes[1]  # the first one with frozen layers has all of them
+    assert max(sizes[step] for step in (3, 4, 5)) <= 0.55 * sizes[1]
+    second = run_gang(2, train_half_frozen, folder, 2)
+    undisturbed = run_gang(2, train_half_frozen, tmp_path / "other", 2)
+    assert [start for start, _ in second] == [5, 5]
+    for (_, found), (_, expected) in zip(second, undisturbed, strict=True):
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert first[0][1].keys() == undisturbed[0][1].keys()
 
 
 def saved_once_each() -> tuple[list[str], int]:

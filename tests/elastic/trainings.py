@@ -288,8 +288,6 @@ RANDOM = Training(
 def make_random(
     samples: Callable[[], Dataset[Any]] = Augmented, **options: Any
 ) -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
-    samples: Callable[[], Dataset[Any]] = Augmented, **options: Any
-) -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
     """Its pipeline, scheduler, model and optimizer; every rank of the gang calls it."""
     network, optimizer, scheduler = RANDOM.make()
     pipeline = ElasticPipeline(

@@ -82,6 +82,12 @@ class Residence:
                 found[name] = state
         return found
 
+    def all_tensors(self, layer: int) -> Iterator[torch.Tensor]:
+        """A layer's parameters and buffers, and the tensors of its optimizer state."""
+        yield from self.tensors(layer).values()
+        for state in self.state(layer).values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
     # ------------------------------------------------------------ changes
 
     def hold(self, layers: Collection[int]) -> None:

@@ -136,6 +136,8 @@ class ElasticPipeline:
             self._residence.layers, self._samples, self._messages, policy=cache, memory=self._node_memory,
             device=self._residence.device,
         )  # fmt: skip
+        self._taken = 0  # shapes so far
+        self._frozen_since: list[int] = []  # of each frozen layer the first shape of those that have it so
         self._done = 0  # steps, since the beginning
         self._epoch = self._place = 0  # epochs that are over; steps that are done of this one
         self._loss_sum, self._loss_steps = torch.zeros((), dtype=torch.float64, device=self._residence.device), 0
@@ -290,6 +292,14 @@ class ElasticPipeline:
             },
         }
 
+    def settled(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """What is frozen of this rank's state, and since which shape: it is saved once, and referred to after that."""
+        owners = self._shape.owners(self._sizes)
+        for layer, since in enumerate(self._frozen_since):
+            if owners[layer] == self._rank:
+                for tensor in self._residence.all_tensors(layer):
+                    yield tensor, since
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there, at the shape that it was saved at; every rank calls it, with the state that it saved.
 
@@ -315,6 +325,7 @@ class ElasticPipeline:
         items = {layer: item for state in states for layer, item in state["layers"].items()}
         given = {layer: LayerState(tensors=item["tensors"], states=item["optimizer"]) for layer, item in items.items()}
         self._leave_shape()
+        self._frozen_since = []  # other bytes
         self._shape = saved if saved.world_size == self._world_size else self.shape_for(saved.frozen)
         gather_layers(self._residence, given, self._shape, rank=self._rank, message_group=self._messages.group)
         self._done, self._epoch, self._place = common["step"], common["epoch"], common["place"]
@@ -445,6 +456,9 @@ class ElasticPipeline:
         }  # fmt: skip
         self._gradients = Gradients(trained, self._groups.device)
         self._cache.freeze(self._shape.frozen)
+        self._taken += 1
+        known = self._frozen_since[: self._shape.frozen]
+        self._frozen_since = known + [self._taken] * (self._shape.frozen - len(known))
 
     def _node_memory(self, size_bytes: int) -> torch.Tensor | None:
         return torch.zeros(size_bytes, dtype=torch.uint8)
