@@ -132,7 +132,7 @@ def train_half_frozen(folder: Path, attempt: int) -> tuple[int, dict[str, torch.
 
 def test_frozen_layers_are_saved_once_and_come_back_bit_for_bit(tmp_path: Path) -> None:
     folder = tmp_path / "job"
-    first = run_gang(2, train_half_frozen, folder, 1)
+    run_gang(2, train_half_frozen, folder, 1)
     sizes = {
         step: sum(file.stat().st_size for file in (folder / "tests" / "half" / f"global_step{step}").iterdir())
         for step in range(1, 6)
@@ -144,7 +144,6 @@ def test_frozen_layers_are_saved_once_and_come_back_bit_for_bit(tmp_path: Path) 
     assert [start for start, _ in second] == [5, 5]
     for (_, found), (_, expected) in zip(second, undisturbed, strict=True):
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    assert first[0][1].keys() == undisturbed[0][1].keys()
 
 
 def saved_once_each() -> tuple[list[str], int]:
