@@ -80,6 +80,7 @@ def train_elastically(args: argparse.Namespace, task: Task, optimizer: Optimizer
         rule=rule_of(args),
         packs=not args.no_packing,
         replicates=not args.no_replicas,
+        cache=False if args.no_cache else None,
         micro_batches=args.micro_batches,
         seed=args.seed,
     )
@@ -202,6 +203,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, help="devices of the pipeline at first; default: all ranks")
     parser.add_argument("--no-packing", action="store_true", help="without AutoPipe")
     parser.add_argument("--no-replicas", action="store_true", help="without AutoDP")
+    parser.add_argument("--no-cache", action="store_true", help="without AutoCache")
     parser.add_argument("--micro-batches", type=int, help="for each device; default: found by trying")
     parser.add_argument("--classes", type=int, nargs="+", help="of the task; default: all")
     parser.add_argument("--pretrained", help="weights to begin with, of all but the head")
