@@ -33,6 +33,7 @@ from stepfast.torch.elastic_pipeline import (
     ElasticPipeline,
     FreezingRule,
     GradientNormRule,
+    GradualUnfreezing,
     GuardedRule,
     MomentRule,
 )
@@ -48,9 +49,11 @@ def rule_of(args: argparse.Namespace) -> FreezingRule | None:
         "none": None,
         "gradients": GradientNormRule(args.alpha),
         "moments": MomentRule(args.alpha),
-        "guarded": GuardedRule(MomentRule(args.alpha), patience=2),
+        "guarded": GuardedRule(MomentRule(args.alpha)),
+        "unfreezing": GradualUnfreezing(epochs=max(1, 2 * args.epochs // 5)),
     }
-    return rules[args.rule or ("guarded" if args.mode == "elastic" else "none")]
+    default = ("unfreezing" if args.pretrained else "guarded") if args.mode == "elastic" else "none"
+    return rules[args.rule or default]
 
 
 def train(args: argparse.Namespace) -> None:
@@ -195,7 +198,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--task", choices=["digits", "text"], default="digits")
     parser.add_argument("--mode", choices=["ddp", "pipeline", "elastic"], default="elastic")
     parser.add_argument(
-        "--rule", choices=["none", "gradients", "moments", "guarded"], help="default: what the mode asks for"
+        "--rule",
+        choices=["none", "gradients", "moments", "guarded", "unfreezing"],
+        help="default: what the mode asks for",
     )
     parser.add_argument(
         "--alpha", type=float, default=1 / 3, help="share of the active layers to freeze at once, at most"

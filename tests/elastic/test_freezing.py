@@ -10,6 +10,7 @@ from stepfast.torch.elastic_pipeline import (
     Evidence,
     FreezingRule,
     GradientNormRule,
+    GradualUnfreezing,
     GuardedRule,
     LayerEvidence,
     MomentRule,
@@ -81,6 +82,9 @@ class Always:
     def __init__(self, layers: int) -> None:
         self.layers = layers
 
+    def first_frozen(self, layers: int) -> int:
+        return 0
+
     def frozen_layers(self, evidence: Evidence) -> int:
         return max(self.layers, evidence.frozen)
 
@@ -104,10 +108,11 @@ def followed(rule: FreezingRule, metrics: Sequence[float], frozen: int = 0) -> l
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [
-        pytest.param([1, 2, 3, 4, 5], [4, 4, 4, 4, 4], id="freezing costs nothing"),
-        pytest.param([1, 1, 1, 2, 3], [4, 4, 0, 0, 4], id="no gain: all train; they gain, and freeze again"),
-        pytest.param([1, 1, 1, 1, 1, 1, 1, 1, 1], [4, 4, 0, 0, 4, 4, 4, 4, 0], id="converged: doubted less often"),
-        pytest.param([3, 1, 2, 2, 4], [4, 4, 0, 0, 0], id="a fall"),
+        pytest.param([1, 2, 3, 4, 5], [0, 0, 0, 0, 0], id="while it gains nothing is frozen"),
+        pytest.param([1, 1, 1, 2, 3, 4], [0, 0, 4, 4, 4, 4], id="gains go on with frozen layers"),
+        pytest.param([1, 1, 1, 1, 1, 2, 3], [0, 0, 4, 4, 0, 0, 0], id="no gain: all train, they gain, and go on so"),
+        pytest.param([1] * 12, [0, 0, 4, 4, 0, 0, 4, 4, 4, 4, 0, 0], id="converged: doubted less often"),
+        pytest.param([3, 1, 2, 2, 1, 4], [0, 0, 4, 4, 0, 0], id="a fall"),
     ],
 )
 def test_guarded_rule_undoes_freezing_that_costs(metrics: Sequence[float], expected: Sequence[int]) -> None:
@@ -123,6 +128,16 @@ def test_guarded_rule_goes_on_from_its_state() -> None:
         second.load_state_dict(first.state_dict())
         answers += followed(second, metrics[split:], frozen=answers[-1] if answers else 0)
         assert answers == expected
+
+
+def test_gradual_unfreezing_lets_layers_go_from_the_last_to_the_first() -> None:
+    rule = GradualUnfreezing(0.75, epochs=4, then=Always(3))
+    assert rule.first_frozen(14) == 10
+    frozen = [rule.first_frozen(14)]
+    for epoch in range(6):
+        active = tuple(LayerEvidence(gradient_norm=1.0) for _ in range(14 - frozen[-1]))
+        frozen.append(rule.frozen_layers(Evidence(epoch=epoch, frozen=frozen[-1], active=active)))
+    assert frozen == [10, 7, 5, 2, 0, 3, 3]
 
 
 def test_guarded_rule_says_that_it_needs_a_metric() -> None:

@@ -263,6 +263,9 @@ class Steadily:
     def __init__(self) -> None:
         self.asked = 0
 
+    def first_frozen(self, layers: int) -> int:
+        return 0
+
     def frozen_layers(self, evidence: Evidence) -> int:
         self.asked += 1
         assert all(layer.gradient_norm > 0 for layer in evidence.active)

@@ -37,6 +37,9 @@ class Evidence:
 class FreezingRule(Protocol):
     """How many layers, from the first, are frozen from now on; fewer than before unfreezes the others."""
 
+    def first_frozen(self, layers: int) -> int:
+        """How many of so many layers are frozen before the first step."""
+
     def frozen_layers(self, evidence: Evidence) -> int:
         """At least 0, and less than all layers: the last one trains always."""
 
@@ -48,7 +51,10 @@ class FreezingRule(Protocol):
 
 
 class _Stateless:
-    """A rule that looks at the evidence alone."""
+    """A rule that looks at the evidence alone, and begins with all layers."""
+
+    def first_frozen(self, layers: int) -> int:
+        return 0
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -98,12 +104,47 @@ class MomentRule(_Stateless):
         return frozen
 
 
-class GuardedRule:
-    """Another rule, whose freezing is undone where the validation metric says that it costs something.
+class GradualUnfreezing(_Stateless):
+    """Begins with the first layers frozen, as they were trained before, and lets them go from the last to the first.
 
-    When layers are frozen and the metric has made no gain for `patience` questions, all layers train again. If that
-    brings a gain, the rule is asked anew from there; if it brings none within `patience` questions, the layers are
-    frozen again, since training has simply converged, and the next doubt takes twice as long.
+    What was learned before is not washed out by the noise of a new head, and the epochs in which few layers train are
+    cheap. After ULMFiT (Howard and Ruder, ACL 2018, section 3.3), several layers at a time.
+
+    share: of the layers that are frozen at first. epochs: after so many all layers train. then: asked from there on.
+    """
+
+    def __init__(self, share: float = 0.75, epochs: int = 5, *, then: FreezingRule | None = None) -> None:
+        self._share = checked_share(share)
+        if epochs < 1:
+            raise ValueError(f"epochs is at least 1, not {epochs}")
+        self._epochs, self._then = epochs, then
+
+    def first_frozen(self, layers: int) -> int:
+        return min(int(self._share * layers), layers - 1)
+
+    def frozen_layers(self, evidence: Evidence) -> int:
+        left = self._epochs - (evidence.epoch + 1)
+        if left > 0:
+            return self.first_frozen(evidence.layers) * left // self._epochs
+        if self._then is not None and left < 0:
+            return self._then.frozen_layers(evidence)
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"then": self._then.state_dict() if self._then is not None else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._then is not None and state["then"] is not None:
+            self._then.load_state_dict(state["then"])
+
+
+class GuardedRule:
+    """Another rule, which is asked where the validation metric does not gain, and whose freezing is undone if it costs.
+
+    With all layers training, the rule is asked when the metric has made no gain for `patience` questions. When layers
+    are frozen and it has made none for as long, all layers train again. If that brings a gain, it goes on so; if it
+    brings none within `patience` questions, the layers are frozen again, since training has simply converged, and the
+    next doubt takes twice as long.
 
     min_gain: by how much the best metric so far must be surpassed.
     """
@@ -117,6 +158,9 @@ class GuardedRule:
         self._doubt = patience  # questions without a gain until frozen layers are doubted
         self._trial: int | None = None  # while all layers train on trial: how many were frozen before
 
+    def first_frozen(self, layers: int) -> int:
+        return self._rule.first_frozen(layers)
+
     def frozen_layers(self, evidence: Evidence) -> int:
         if evidence.metric is None:
             raise ValueError("GuardedRule needs a validation metric: adapt(metric)")
@@ -129,7 +173,12 @@ class GuardedRule:
         if evidence.frozen and self._without_gain >= self._doubt:
             self._trial, self._without_gain = evidence.frozen, 0
             return 0
-        return self._rule.frozen_layers(evidence)
+        if self._without_gain < (1 if evidence.frozen else self._patience):
+            return evidence.frozen
+        frozen = self._rule.frozen_layers(evidence)
+        if not evidence.frozen:
+            self._without_gain = 0  # from here on for what is frozen
+        return frozen
 
     def _judge_trial(self, evidence: Evidence, *, has_gained: bool) -> int:
         before = self._trial

@@ -130,7 +130,7 @@ class ElasticPipeline:
             packs=packs, replicates=replicates, device_bytes=device_bytes,
             stages_per_device=stages_per_device if self._schedule is Schedule.INTERLEAVED else 1,
         )  # fmt: skip
-        self._shape = self.shape_for(0)
+        self._shape = self.shape_for(rule.first_frozen(len(self._sizes)) if rule is not None else 0)
         self._micro_batches = MicroBatches(batch_size, self._schedule, micro_batches)
         self._cache = AutoCache(
             self._residence.layers, self._samples, self._messages, policy=cache, memory=self._node_memory,
