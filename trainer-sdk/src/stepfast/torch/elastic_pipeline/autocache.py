@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from stepfast.torch.elastic_pipeline.cache import RECORD_BYTES, ActivationCache, Prefix, SamplesAreRandom
+from stepfast.torch.elastic_pipeline.cache import RECORD_BYTES, ActivationCache, Memory, Prefix, SamplesAreRandom
 from stepfast.torch.elastic_pipeline.groups import Messages
 from stepfast.torch.elastic_pipeline.layers import Layer
 from stepfast.torch.elastic_pipeline.samples import Samples, fingerprint
@@ -20,7 +20,7 @@ from stepfast.torch.rng import rng_state_kept
 
 _ROUNDS = 2  # that are timed; the better one counts
 
-Memory = Callable[[int], torch.Tensor | None]  # bytes that are wanted → memory of the node, maybe less; None: none
+Ask = Callable[[int], Memory | None]  # bytes that are wanted → memory of the node, maybe less; None: there is none
 
 
 class AutoCache:
@@ -30,12 +30,12 @@ class AutoCache:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], samples: Samples, messages: Messages, *, policy: bool | None, memory: Memory,
+        self, layers: Sequence[Layer], samples: Samples, messages: Messages, *, policy: bool | None, memory: Ask,
         device: torch.device,
     ) -> None:  # fmt: skip
         self._layers, self._samples, self._messages, self._device = layers, samples, messages, device
         self._policy, self._ask_for_memory = policy, memory
-        self._memory: torch.Tensor | None = None
+        self._memory: Memory | None = None
         self._has_asked = False
         self._cache: ActivationCache | None = None
         self._cached_layers = 0  # of which the cache's rows are, when it was begun last

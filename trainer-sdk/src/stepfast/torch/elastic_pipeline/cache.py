@@ -7,24 +7,27 @@ what the cache held for fewer frozen layers. Which samples are covered follows f
 A row of the memory is one sample's. It is written before its record, which says of which generation it is (which
 layers are frozen, and since when), from which input it was computed, and the checksum of its bytes; who reads copies
 it first and then compares. A half-written row, of a process that was killed or one that is still at it, is never used.
-Two processes that compute the same row write the same bytes, so nobody waits for anybody.
+Two processes that compute the same row write the same bytes, so nobody waits for anybody. Memory that was taken back
+by whoever lent it is used no more: everything is computed in its batch from then on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
 
 from stepfast.torch.elastic_pipeline.values import Value, leaves, mapped, rebuilt, samples_in
 
+log = logging.getLogger("stepfast")
+
 PAGE_SAMPLES = 16
-_WORDS = 8  # of a record: generation, two of the input's digest, two of the row's checksum; a cache line in all
-RECORD_BYTES = 8 * _WORDS
-_DIGEST_WORDS = 2
+RECORD_BYTES = 64  # generation (8), the input's digest (16), the row's checksum (16); a cache line in all
+_GENERATION, _INPUT, _CHECKSUM = slice(0, 8), slice(8, 24), slice(24, 40)
 
 Prefix = Callable[[Value], Value]  # inputs of some samples → their activations
 Fetch = Callable[[Sequence[int]], Value]  # numbers of samples → their inputs, as a batch
@@ -32,6 +35,36 @@ Fetch = Callable[[Sequence[int]], Value]  # numbers of samples → their inputs,
 
 class SamplesAreRandom(Exception):
     """A sample's input is not what it was when its activation was computed: it cannot be cached."""
+
+
+class Memory(Protocol):
+    """Bytes that are zero where nobody has written; the same ones in all processes of a node."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How many there are."""
+
+    def read_into(self, begin: int, target: memoryview) -> bool:
+        """Fills `target` with those from there on. False: they are lost for ever."""
+
+    def write(self, begin: int, data: memoryview) -> bool:
+        """Writes them. False: they are lost for ever, or there is no room any more."""
+
+
+class OwnMemory:
+    """This process' alone."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._bytes = memoryview(bytearray(size_bytes))
+        self.size_bytes = size_bytes
+
+    def read_into(self, begin: int, target: memoryview) -> bool:
+        target[:] = self._bytes[begin : begin + len(target)]
+        return True
+
+    def write(self, begin: int, data: memoryview) -> bool:
+        self._bytes[begin : begin + len(data)] = data
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +78,9 @@ class _Looks:
 
 
 class ActivationCache:
-    """Rows for the first of a data set's samples: as many as there is room for.
+    """Rows for the first of a data set's samples (`samples`): as many as there is room for."""
 
-    memory: uint8, one dimension, zero at first; the same in all processes of the node. samples: of the data set.
-    """
-
-    def __init__(self, memory: torch.Tensor, samples: int, *, page_samples: int = PAGE_SAMPLES) -> None:
+    def __init__(self, memory: Memory, samples: int, *, page_samples: int = PAGE_SAMPLES) -> None:
         self._memory, self._samples, self._page_samples = memory, samples, page_samples
         self._generation = self._former = 0
         self._row_bytes = 0
@@ -74,74 +104,66 @@ class ActivationCache:
         self._looks, row_bytes = _looks_of(leaves(first))
         self._extend = extend if self._former and row_bytes == self._row_bytes else None
         if row_bytes != self._row_bytes:
-            self._lay_out(row_bytes)
-
-    def _lay_out(self, row_bytes: int) -> None:
-        self._row_bytes = row_bytes
-        rows = self._memory.numel() // (RECORD_BYTES + row_bytes)
-        self.covered = min(rows // self._page_samples * self._page_samples, self._samples)
-        records = self._memory[: self.covered * RECORD_BYTES]
-        self._records = records.view(torch.int64).view(self.covered, _WORDS)
-        begin = self.covered * RECORD_BYTES
-        self._rows = self._memory[begin : begin + self.covered * row_bytes].view(self.covered, row_bytes)
+            self._row_bytes = row_bytes
+            rows = self._memory.size_bytes // (RECORD_BYTES + row_bytes)
+            self.covered = min(rows // self._page_samples * self._page_samples, self._samples)
+            self._rows_begin = self.covered * RECORD_BYTES
 
     def lookup(self, numbers: Sequence[int], inputs: Value) -> Value:
         """The activations of these samples, in order, on the host; rows that are missing are computed.
 
         inputs: of the same samples, on the host. Raises SamplesAreRandom.
         """
-        inside = [place for place, number in enumerate(numbers) if number < self.covered]
-        digests = _digests(inputs)
         found = torch.empty(len(numbers), self._row_bytes, dtype=torch.uint8)
-        self._read_all([numbers[place] for place in inside], [digests[place] for place in inside], found, inside)
+        self._look_up(numbers, _digests(inputs), found)
         outside = [place for place in range(len(numbers)) if numbers[place] >= self.covered]
         if outside:
             picked = torch.tensor(outside)
             values = _computed(self._prefix, mapped(inputs, lambda tensor: tensor[picked]))
             found[picked] = _packed(leaves(values))
-        return self._unpacked(found)
+        return rebuilt(self._template, _parts(found, self._looks))
 
     def read_for_timing(self, numbers: Sequence[int], inputs: Value) -> None:
         """Does what `lookup` does where all rows are there."""
-        _digests(inputs)
-        inside = [number for number in numbers if number < self.covered]
-        rows = self._rows.index_select(0, torch.tensor(inside, dtype=torch.int64))
-        list(map(_digest, rows.numpy()))
+        digests = _digests(inputs)
+        row = torch.empty(self._row_bytes, dtype=torch.uint8)
+        for number, digest in zip(numbers, digests, strict=True):
+            if number < self.covered:
+                self._read(number, digest, self._generation, row)
+                _digest(row.numpy())
 
     # ------------------------------------------------------------ rows
 
-    def _read_all(
-        self, numbers: Sequence[int], digests: Sequence[bytes], found: torch.Tensor, places: Sequence[int]
-    ) -> None:
-        rows, are_valid = self._read(numbers, digests, self._generation)
-        if places:
-            found[torch.tensor(places)] = rows
-        missing = [i for i, is_valid in enumerate(are_valid) if not is_valid]
-        pages: dict[int, list[int]] = {}
-        for i in missing:
-            pages.setdefault(numbers[i] // self._page_samples, []).append(i)
-        for page, asked in pages.items():
-            computed, inputs = self._compute(page)
+    def _look_up(self, numbers: Sequence[int], digests: Sequence[bytes], found: torch.Tensor) -> None:
+        missing: dict[int, list[int]] = {}  # places by page
+        for place, number in enumerate(numbers):
+            if number < self.covered and not self._read(number, digests[place], self._generation, found[place]):
+                missing.setdefault(number // self._page_samples, []).append(place)
+        for page, places in missing.items():
+            if not self.covered:  # lost meanwhile
+                return
+            rows, inputs = self._compute(page)
             first = page * self._page_samples
-            for i in asked:
-                if inputs[numbers[i] - first] != digests[i]:
-                    raise SamplesAreRandom(f"sample {numbers[i]} looks another way each time it is fetched")
-                found[places[i]] = computed[numbers[i] - first]
+            for place in places:
+                if inputs[numbers[place] - first] != digests[place]:
+                    raise SamplesAreRandom(f"sample {numbers[place]} looks another way each time it is fetched")
+                found[place] = rows[numbers[place] - first]
 
-    def _read(
-        self, numbers: Sequence[int], digests: Sequence[bytes] | None, generation: int
-    ) -> tuple[torch.Tensor, list[bool]]:
-        """Copies of the rows, and which of them are of that generation (and input), and whole."""
-        picked = torch.tensor(numbers, dtype=torch.int64)
-        records = self._records.index_select(0, picked)  # ahead of the rows: what is written after this is not taken
-        rows = self._rows.index_select(0, picked)
-        about = records.numpy().view("u1").reshape(len(numbers), RECORD_BYTES)
-        are_valid = []
-        for i, row in enumerate(rows.numpy()):
-            is_ours = int(records[i, 0]) == generation
-            is_input = digests is None or about[i, 8:24].tobytes() == digests[i]
-            are_valid.append(is_ours and is_input and about[i, 24:40].tobytes() == _digest(row))
-        return rows, are_valid
+    def _read(self, number: int, digest: bytes | None, generation: int, target: torch.Tensor) -> bool:
+        """Copies a row; whether it is one of that generation (and input), and whole."""
+        record = bytearray(RECORD_BYTES)  # ahead of the row: what is written after this is not taken
+        data = target.numpy().data
+        if not self._memory.read_into(number * RECORD_BYTES, memoryview(record)):
+            self._lose()
+            return False
+        if int.from_bytes(record[_GENERATION], "little") != generation:
+            return False
+        if digest is not None and record[_INPUT] != digest:
+            return False
+        if not self._memory.read_into(self._rows_begin + number * self._row_bytes, data):
+            self._lose()
+            return False
+        return bool(record[_CHECKSUM] == _digest(data))
 
     def _compute(self, page: int) -> tuple[torch.Tensor, list[bytes]]:
         """A page's rows, which are written, and the digests of the inputs that they came from."""
@@ -155,29 +177,37 @@ class ActivationCache:
             rows = _packed(leaves(_computed(self._prefix, inputs)))
         self.computed += len(numbers)
         first, count = numbers[0], min(len(numbers), self.covered - numbers[0])
-        records = torch.zeros(count, RECORD_BYTES, dtype=torch.uint8)
+        records = bytearray(count * RECORD_BYTES)
+        # Whoever reads now takes neither the old rows nor half of these.
+        is_written = self._memory.write(first * RECORD_BYTES, memoryview(bytes(records)))
+        data = rows[:count].contiguous().view(-1).numpy().data
+        is_written = is_written and self._memory.write(self._rows_begin + first * self._row_bytes, data)
         for i, row in enumerate(rows[:count].numpy()):
             about = self._generation.to_bytes(8, "little") + digests[i] + _digest(row)
-            records[i, : len(about)] = torch.frombuffer(bytearray(about), dtype=torch.uint8)
-        self._records[first : first + count, 0] = 0  # whoever reads now takes neither the old row nor half of this
-        self._rows[first : first + count] = rows[:count]
-        self._records[first : first + count] = records.view(torch.int64)
+            records[i * RECORD_BYTES : i * RECORD_BYTES + len(about)] = about
+        if not (is_written and self._memory.write(first * RECORD_BYTES, memoryview(records))):
+            self._lose()
         return rows, digests
 
     def _extended(self, numbers: Sequence[int]) -> tuple[torch.Tensor, list[bytes]] | None:
         """The page out of the rows of the generation before, where all of them are there."""
         if self._extend is None or numbers[-1] >= self.covered:
             return None
-        first = numbers[0]
-        about = self._records[first : first + len(numbers)].clone().numpy().view("u1").reshape(len(numbers), -1)
-        rows, are_valid = self._read(numbers, None, self._former)
-        if not all(are_valid):
+        rows = torch.empty(len(numbers), self._row_bytes, dtype=torch.uint8)
+        records = bytearray(len(numbers) * RECORD_BYTES)
+        if not self._memory.read_into(numbers[0] * RECORD_BYTES, memoryview(records)):
+            return None
+        digests = [bytes(records[i : i + RECORD_BYTES][_INPUT]) for i in range(0, len(records), RECORD_BYTES)]
+        known = zip(numbers, digests, rows, strict=True)
+        if not all(self._read(number, digest, self._former, row) for number, digest, row in known):
             return None
         values = _computed(self._extend, rebuilt(self._former_template, _parts(rows, self._former_looks)))
-        return _packed(leaves(values)), [about[i, 8:24].tobytes() for i in range(len(numbers))]
+        return _packed(leaves(values)), digests
 
-    def _unpacked(self, rows: torch.Tensor) -> Value:
-        return rebuilt(self._template, _parts(rows, self._looks))
+    def _lose(self) -> None:
+        if self.covered:
+            log.warning("stepfast: the memory for frozen layers' activations is gone: they are computed from now on")
+        self.covered = 0
 
     def _page(self, page: int) -> Sequence[int]:
         begin = page * self._page_samples
@@ -216,6 +246,3 @@ def _looks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[_Looks], int]:
 
 def _parts(rows: torch.Tensor, looks: Sequence[_Looks]) -> list[torch.Tensor]:
     return [rows[:, look.begin : look.end].contiguous().view(look.dtype).view(len(rows), *look.shape) for look in looks]
-
-
-__all__ = ["PAGE_SAMPLES", "RECORD_BYTES", "ActivationCache", "Fetch", "Prefix", "SamplesAreRandom"]

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from stepfast.torch.elastic_pipeline.autocache import AutoCache
+from stepfast.torch.elastic_pipeline.cache import Memory, OwnMemory
 from stepfast.torch.elastic_pipeline.evidence import gather
 from stepfast.torch.elastic_pipeline.freezing import FreezingRule
 from stepfast.torch.elastic_pipeline.gradients import Gradients
@@ -460,8 +461,8 @@ class ElasticPipeline:
         known = self._frozen_since[: self._shape.frozen]
         self._frozen_since = known + [self._taken] * (self._shape.frozen - len(known))
 
-    def _node_memory(self, size_bytes: int) -> torch.Tensor | None:
-        return torch.zeros(size_bytes, dtype=torch.uint8)
+    def _node_memory(self, size_bytes: int) -> Memory | None:
+        return OwnMemory(size_bytes)
 
     def _leave_shape(self) -> None:
         self._gradients.close()
