@@ -1,4 +1,4 @@
-"""Memory that the ranks of a run on one node share: through the node's agent, or without one through a file of their own.
+"""Memory that the ranks of a run on one node share: lent by the node's agent, or without one a file of their own.
 
 Both look as `stepfast.lentfile` says. The agent may take its memory back at any time, since slots come first; then
 everybody finds zeros. So whoever uses `buffer` or `descriptor` directly has to ask `is_lost` after each read, and to
@@ -15,10 +15,11 @@ import mmap
 import os
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from stepfast.environment import Environment
-from stepfast.errors import StepfastError
+from stepfast.errors import GangError, StepfastError
 from stepfast.lentfile import MARK, MAX_LENT_BYTES, lent_bytes, lent_file_bytes, whole_pages
 from stepfast.step import is_file_name
 from stepfast.torch.gang import Gang
@@ -90,12 +91,9 @@ class SharedMemory:
 
     def close(self) -> None:
         """Lets go of it; the other ranks keep it. What still uses `buffer` (a tensor over it) keeps the mapping."""
+        self._map = None  # not closed: torch.frombuffer keeps the object, and nothing that would keep it from closing
         if self._descriptor < 0:
             return
-        if self._map is not None:
-            with contextlib.suppress(BufferError):
-                self._map.close()
-            self._map = None
         os.close(self._descriptor)
         self._descriptor = -1
 
@@ -128,12 +126,24 @@ def open_shared(
     else:
         opened = _meet(f"{topic}/file", size_bytes, environment, gang)
     said = json.dumps({"node": environment.node, "size": opened.size_bytes if opened is not None else 0})
-    sizes = {told["size"] for told in _exchange(f"{topic}/size", said, environment.node, gang)}
+    with _kept(opened):
+        sizes = {told["size"] for told in _exchange(f"{topic}/size", said, environment.node, gang)}
     if opened is not None and len(sizes) > 1:
         log.warning("stepfast: not all ranks of this node have the shared memory %s: none uses it", name)
         opened.close()
         return None
     return opened
+
+
+@contextlib.contextmanager
+def _kept(opened: SharedMemory | None) -> Iterator[None]:
+    """Closes it when the ranks do not meet."""
+    try:
+        yield
+    except GangError:
+        if opened is not None:
+            opened.close()
+        raise
 
 
 def _exchange(topic: str, text: str, node: int, gang: Gang) -> list[dict[str, int]]:
@@ -166,7 +176,8 @@ def _meet(topic: str, size_bytes: int, environment: Environment, gang: Gang) -> 
             "size": made.size_bytes, "pid": os.getpid(), "descriptor": made.descriptor, "device": found.st_dev,
             "inode": found.st_ino,
         }  # fmt: skip
-    offers = [offer for offer in _exchange(topic, json.dumps(told), environment.node, gang) if offer["size"]]
+    with _kept(made):
+        offers = [offer for offer in _exchange(topic, json.dumps(told), environment.node, gang) if offer["size"]]
     if made is not None or not offers:
         return made
     return _take(offers[0])
