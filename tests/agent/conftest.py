@@ -336,6 +336,7 @@ def start_rank() -> Iterator[Callable[..., RankProcess]]:
         steps: list[int],
         half_written: int | None = None,
         due: bool = True,
+        borrow: str | None = None,
         **values: object,
     ) -> RankProcess:
         script = _rankpeer.Script(
@@ -344,6 +345,7 @@ def start_rank() -> Iterator[Callable[..., RankProcess]]:
             steps=steps,
             half_written=half_written,
             due=due,
+            borrow=borrow,
         )
         process = subprocess.Popen(
             [sys.executable, str(_RANKPEER), script.text()],

@@ -231,6 +231,7 @@ class Script:
     steps: list[int]
     half_written: int | None = None  # a step whose copy has begun, and does not end
     due: bool = True
+    borrow: str | None = None  # memory of that name, of which it writes a megabyte
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -247,6 +248,10 @@ def main() -> None:
         record = peer.record(script.half_written, reserved.seq, file.size_bytes, state=SlotState.WRITING)
         peer.write_record(descriptor, record)
         peer.fill(descriptor, file, 0, file.size_bytes // 2)
+    if script.borrow is not None:
+        granted, lent = peer.client.borrow(script.borrow, 4 << 20)
+        assert lent is not None and granted == 4 << 20  # noqa: PT018  # a program, not a test
+        os.pwrite(lent, bytes(1 << 20), 0)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.read()

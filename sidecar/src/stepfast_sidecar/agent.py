@@ -27,6 +27,7 @@ from stepfast_sidecar.config import Config
 from stepfast_sidecar.growth import watch_growth
 from stepfast_sidecar.health import Health, serve_http
 from stepfast_sidecar.intake import Peer, listen
+from stepfast_sidecar.lending import Lending
 from stepfast_sidecar.memory import VOLUMES, MemoryTier
 from stepfast_sidecar.metrics import Metrics
 from stepfast_sidecar.reception import Reception
@@ -53,6 +54,7 @@ class Agent:
         self.health = Health([_STARTING])
         self.memory = MemoryTier(config.memory_dir, config.memory_limit_bytes)
         self.rooms: dict[JobKey, Room] = {}
+        self.lending = Lending(self.rooms, self.memory, config.memory_limit_bytes, share_of=self.share_bytes)
         rules = StorageRules(root=config.storage_root, allowed=config.allowed_storage)
         self.reception = Reception(self, rules)
         self.volumes = Volumes(config.memory_dir / VOLUMES, self.reception.open)
@@ -172,6 +174,7 @@ class Agent:
         """Frees what is held of the job; the room that is left is to be closed."""
         room = self.rooms.pop(job)
         room.slots.release_all()
+        room.lent.take_back()
         self.memory.forget(job)
         return room
 
@@ -299,7 +302,10 @@ class Agent:
         )
 
     def reclaim(self, wanted_bytes: int, room: Room) -> None:
-        """Frees slots that nobody needs: first of ranks that are gone, then beyond the shares of other living jobs."""
+        """Takes back what is lent, then frees slots that nobody needs: first of ranks that are gone, then beyond the
+        shares of other living jobs.
+        """
+        wanted_bytes -= self.lending.make_room(wanted_bytes, room)
         others = [other for other in self.rooms.values() if other is not room]
         for candidate in (*others, room):
             wanted_bytes -= candidate.slots.release_idle(wanted_bytes)
@@ -333,7 +339,7 @@ class Agent:
         return NodeStatus(
             node=self.config.node,
             memory_limit_bytes=self.config.memory_limit_bytes,
-            memory_used_bytes=sum(room.slots.size_bytes for room in self.rooms.values()),
+            memory_used_bytes=sum(room.memory_bytes for room in self.rooms.values()),
             jobs=tuple(status for _, room in sorted(self.rooms.items()) for status in room.status()),
         )
 

@@ -1,4 +1,4 @@
-"""Slots that were made larger than they were handed out: whose rank is sent away, and what happens to the memory.
+"""Slots and lent memory that were made larger than they were: whose rank is sent away, and what happens to the memory.
 
 A rank has its slots to write, so it can also make them larger: memory of the node that nobody granted, which stays when
 its process dies. Nothing in a tmpfs forbids that, so it is looked for, whatever the rank says or leaves unsaid, and
@@ -36,12 +36,17 @@ async def watch_growth(rooms: Mapping[JobKey, Room]) -> None:
             for rank, slots in room.slots.grown().items():
                 for session in [run.sessions[rank] for run in room.runs.values() if rank in run.sessions]:
                     if session.alive:
-                        _send_away(session, slots[0])
+                        _send_away(session, grown(slots[0]))
                 await cut_back(slots)
+            if room.lent.has_grown():
+                # Nobody knows which rank it was.
+                for session in [session for run in room.runs.values() for session in run.sessions.values()]:
+                    if session.alive:
+                        _send_away(session, ProtocolError("memory that is lent was made larger than it is"))
+                room.lent.take_back()
 
 
-def _send_away(session: Session, slot: SlotFile) -> None:
-    error = grown(slot)
+def _send_away(session: Session, error: ProtocolError) -> None:
     log.warning("rank %s of %s, %s: %s", session.hello.rank, session.hello.job, session.hello.run, error)
     session.peer.send(Failure(id=0, kind=type(error).__name__, reason=str(error)))
     session.peer.close()

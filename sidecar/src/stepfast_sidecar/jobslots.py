@@ -60,6 +60,10 @@ class JobSlots:
         """What they take of the memory tier."""
         return sum(slots.size_bytes for slots in self._ranks.values())
 
+    def held_bytes(self) -> dict[int, int]:
+        """By rank, what its slots take."""
+        return {rank: slots.size_bytes for rank, slots in self._ranks.items()}
+
     def release_idle(self, wanted_bytes: int) -> int:
         """Frees slots of ranks that are gone, when nothing in them is still to be persisted; returns the bytes."""
         alive = {rank for run in self._runs.values() for rank, session in run.sessions.items() if session.alive}

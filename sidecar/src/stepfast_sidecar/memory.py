@@ -1,4 +1,4 @@
-"""The memory tier's files: slots in the agent's own folder of a tmpfs.
+"""The memory tier's files: slots, and what is lent beside them, in the agent's own folder of a tmpfs.
 
 The agent creates and pre-faults them (so the pages are charged to it, and the first save is as fast as the tenth) and
 hands descriptors to ranks. It reads and writes control pages with pread and pwrite: only a job's own persister maps a
@@ -7,6 +7,7 @@ slot, so that a tenant who truncates one kills nobody else.
     <memory folder>/<namespace>/<job>/job.json
     <memory folder>/.volumes/<volume>.json
     <memory folder>/<namespace>/<job>/<rank>/slot-<index>-<generation>-<data bytes>
+    <memory folder>/<namespace>/<job>/lent/<data bytes>-<name>
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,12 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepfast.errors import AgentError, SpecError
+from stepfast.lentfile import MARK, lent_file_bytes
 from stepfast.slot import CONTROL_BYTES, ControlPage, SlotState, agent_record, read_control
 from stepfast.step import JobKey
 from stepfast.storage.blocks import free_blocks
 from stepfast.tensorfile import PAGE
 
+log = logging.getLogger(__name__)
+
 VOLUMES = ".volumes"  # no namespace has a name like that: the notes of published volumes
+_LENT = "lent"  # of a job's folder: no rank has a number like that
 _LOCK = "agent.lock"
 _LOCK_SECONDS = 5.0  # how long the agent before has to go
 _SLOT = re.compile(r"slot-([0-9]+)-([0-9]+)-([0-9]+)")
@@ -53,18 +59,11 @@ class SlotFile:
 
         Also beyond the end of the file, where its size tells nothing of it (FALLOC_FL_KEEP_SIZE).
         """
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return False  # freed meanwhile
-        unit = max(found.st_blksize, _SLACK_BYTES)  # a tmpfs of huge pages gives whole ones
-        most = (self.size_bytes // unit + 2) * unit
-        return found.st_size > self.size_bytes or found.st_blocks * 512 > most
+        return _has_grown(self.path, self.size_bytes)
 
     def cut_back(self) -> None:
         """Frees what it has beyond its size; one that was cut short stays so. Raises OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            os.truncate(self.path, min(self.path.stat().st_size, self.size_bytes))
+        _cut_back(self.path, self.size_bytes)
 
     def read_control(self) -> ControlPage:
         """What the slot says of itself; an unreadable or cut slot is an empty one."""
@@ -91,6 +90,44 @@ class SlotFile:
         return os.open(self.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentFile:
+    """Memory that ranks share beside their slots, as `stepfast.lentfile` says: sparse, so it takes what is written.
+
+    Pages are charged to whoever writes them first: in a cluster to a rank's own pod, not to the agent.
+    """
+
+    path: Path
+    data_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return lent_file_bytes(self.data_bytes)
+
+    def has_grown(self) -> bool:
+        """Whether a rank made it larger than it was lent."""
+        return _has_grown(self.path, self.size_bytes)
+
+    def open(self) -> int:
+        """A descriptor to read and write by; the caller closes it. Raises OSError."""
+        return os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _has_grown(path: Path, size_bytes: int) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False  # freed meanwhile
+    unit = max(found.st_blksize, _SLACK_BYTES)  # a tmpfs of huge pages gives whole ones
+    most = (size_bytes // unit + 2) * unit
+    return found.st_size > size_bytes or found.st_blocks * 512 > most
+
+
+def _cut_back(path: Path, size_bytes: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.truncate(path, min(path.stat().st_size, size_bytes))
+
+
 def _lock(root: Path) -> int:
     """Makes the folder this agent's: two would give the same slots away. The lock ends with the process."""
     descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -111,6 +148,19 @@ def _empty(path: Path) -> None:
     with open(path, "r+b", buffering=0) as file:
         pages = -(-os.fstat(file.fileno()).st_size // PAGE)  # of part of a page nothing is freed
         free_blocks(file.fileno(), pages * PAGE)
+
+
+def _free(lent: LentFile) -> None:
+    """Removes the mark, then the data: in that order. What ranks did to the file harms nobody but themselves."""
+    try:
+        with open(lent.path, "r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size >= lent.data_bytes + len(MARK):
+                os.pwrite(file.fileno(), bytes(len(MARK)), lent.data_bytes)
+        _cut_back(lent.path, lent.size_bytes)
+        _empty(lent.path)
+    except OSError as error:
+        log.warning("%s: memory that was lent stays with those who have it: %s", lent.path, error)
+    lent.path.unlink(missing_ok=True)
 
 
 class MemoryTier:
@@ -169,6 +219,33 @@ class MemoryTier:
         slot.path.unlink(missing_ok=True)
         self.give_back(slot.size_bytes)
 
+    def lend(self, job: JobKey, name: str, data_bytes: int) -> LentFile:
+        """Makes a file for ranks to share, whose room was taken before. Raises OSError."""
+        folder = self._folder(job) / _LENT
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lent = LentFile(path=folder / f"{data_bytes}-{name}", data_bytes=data_bytes)
+        descriptor = os.open(lent.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, lent.size_bytes)
+            os.pwrite(descriptor, MARK, data_bytes)
+        except OSError:
+            os.unlink(lent.path)
+            raise
+        finally:
+            os.close(descriptor)
+        return lent
+
+    def take_back(self, lent: LentFile) -> None:
+        """Frees the memory, whoever still maps it: who looks for its mark afterwards sees that it is gone."""
+        _free(lent)
+        self.give_back(lent.size_bytes)
+
+    @property
+    def system_free_bytes(self) -> int:
+        """What the folder's file system has left, whatever the limit says."""
+        found = os.statvfs(self._root)
+        return found.f_bavail * found.f_frsize
+
     def remember(self, job: JobKey, settings: dict[str, object]) -> None:
         """Notes what a restarted agent must know of the job, credentials among it: for this user's eyes alone."""
         folder = self._folder(job)
@@ -184,7 +261,12 @@ class MemoryTier:
         shutil.rmtree(self._folder(job), ignore_errors=True)
 
     def jobs(self) -> Iterator[tuple[JobKey, dict[str, object], dict[int, list[SlotFile]]]]:
-        """What an earlier agent left: each job, its settings, and its slots by rank. Removes what is none of these."""
+        """What an earlier agent left: each job, its settings, and its slots by rank. Removes what is none of these.
+
+        What that one lent is gone with it: a rank that lives on may borrow anew.
+        """
+        for path in self._root.glob(f"*/*/{_LENT}/*"):
+            _free(LentFile(path=path, data_bytes=int(path.name.partition("-")[0])))
         for note in sorted(self._root.glob("*/*/job.json")):
             try:
                 job = JobKey(namespace=note.parent.parent.name, name=note.parent.name)

@@ -7,12 +7,13 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stepfast.errors import AgentError, ObjectNotFound, ProtocolError, StepfastError
 from stepfast.layout import is_readable_path
 from stepfast.messages import (
     VERSION,
+    Borrow,
     Bye,
     CommittedSteps,
     Expect,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_Request: TypeAlias = Reserve | Steps | Supersede | SetAside | Remove | Fetch | Borrow
 _MAX_REQUESTS = 256  # of one rank at once; the SDK has a handful
 _FETCH_ATTEMPTS = 3  # the persister may die under a request
 
@@ -86,6 +88,7 @@ async def serve_rank(
         session.restored_time, session.restore_seconds = known.restored_time, known.restore_seconds
         session.global_step, session.step_time = known.global_step, known.step_time
         session.referable = known.referable
+        session.file_bytes = known.file_bytes
     run.sessions[hello.rank] = session
     run.flow.ranks.add(hello.rank)
     await _RankServer(agent, room, run, session).serve(messages)
@@ -101,6 +104,7 @@ class _RankServer:
 
     async def serve(self, messages: AsyncIterator[Message]) -> None:
         self._take_over_slots()
+        self._agent.lending.put_slots_first()  # shares are smaller by one more job
         self._session.peer.send(Welcome(version=VERSION, share_bytes=self._share))
         if self._agent.is_save_requested(self._room.job, self._run.flow.run):
             self._session.peer.send(SaveRequested())
@@ -134,7 +138,7 @@ class _RankServer:
                 self._shared(message)
             case GaveUp():
                 self._room.carry_out(run, run.flow.rank_gave_up(self._rank, message.step))
-            case Reserve() | Steps() | Supersede() | SetAside() | Remove() | Fetch():
+            case Reserve() | Steps() | Supersede() | SetAside() | Remove() | Fetch() | Borrow():
                 self._spawn(self._answering(message))
             case Expect():
                 self._spawn(self._expect(message))
@@ -206,7 +210,12 @@ class _RankServer:
             reclaim=lambda wanted: self._agent.reclaim(wanted, self._room),
         )
 
+    def _hear_of(self, file_bytes: int) -> None:
+        if self._session.speak_of(file_bytes):
+            self._agent.lending.put_slots_first()
+
     async def _expect(self, message: Expect) -> None:
+        self._hear_of(message.size_bytes)
         try:
             plan = plan_slots(self._share, message.size_bytes)
             for index in self._slots.indexes:
@@ -222,6 +231,7 @@ class _RankServer:
         self._session.peer.send(ready, file.open(writable=True))
 
     async def _reserve(self, message: Reserve) -> None:
+        self._hear_of(message.size_bytes)
         if message.window_begin == 0:
             self._session.begin_stream()
             self._run.flow.rank_begins(self._rank, message.step)
@@ -387,7 +397,7 @@ class _RankServer:
                 continue
         return await self._room.persister.request(command, **values)
 
-    async def _answering(self, message: Reserve | Steps | Supersede | SetAside | Remove | Fetch) -> None:
+    async def _answering(self, message: _Request) -> None:
         request = message.id
         try:
             await self._answer(message)
@@ -399,7 +409,7 @@ class _RankServer:
         except (StepfastError, OSError) as error:
             self._session.peer.send(Failure(id=request, kind=type(error).__name__, reason=str(error)))
 
-    async def _answer(self, message: Reserve | Steps | Supersede | SetAside | Remove | Fetch) -> None:
+    async def _answer(self, message: _Request) -> None:
         match message:
             case Reserve():
                 await self._reserve(message)
@@ -413,6 +423,8 @@ class _RankServer:
                 await self._remove(message)
             case Fetch():
                 await self._fetch(message)
+            case Borrow():
+                self._agent.lending.answer(self._room, self._session, message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if len(self._tasks) >= _MAX_REQUESTS:

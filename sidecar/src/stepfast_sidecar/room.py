@@ -23,6 +23,7 @@ from stepfast_sidecar.flow import RunFlow
 from stepfast_sidecar.history import History
 from stepfast_sidecar.holdings import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow
 from stepfast_sidecar.jobslots import JobSlots
+from stepfast_sidecar.lent import JobLent
 from stepfast_sidecar.memory import MemoryTier, SlotFile
 from stepfast_sidecar.metrics import Metrics
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
@@ -54,6 +55,7 @@ class Room:
         self.storage_uri, self.credentials = storage_uri, credentials
         self.runs: dict[str, Run] = {}  # the newest last
         self.slots = JobSlots(job, memory, self.runs)
+        self.lent = JobLent(job, memory)
         self._config, self._memory, self._metrics = config, memory, metrics
         self._changed = changed  # called with True when the change must be published at once
         self._tasks = Tasks(str(job))
@@ -105,6 +107,7 @@ class Room:
         if run is None:
             self._tasks.start(self.persister.prepare(), "persister")  # what the ranks ask first is what is committed
             self._forget_old_runs()
+            self.lent.begin(hello.run)
             run = self.runs[hello.run] = Run(
                 flow=RunFlow(hello.run, hello.local_world_size), world_size=hello.world_size
             )
@@ -193,6 +196,8 @@ class Room:
         """A rank's connection is over. Without goodbye its process died: what it staged is flushed."""
         session.alive = False
         session.ended_time = time.time()
+        if run.is_over:
+            self.lent.end(run.flow.run)
         if not session.clean:
             log.warning("rank %s of %s died (pid %s)", session.hello.rank, session.hello.run, session.hello.pid)
             self.flush(run)
@@ -371,6 +376,11 @@ class Room:
     def status(self) -> list[JobStatus]:
         """The newest runs, for the node's status."""
         return [run.status(self.job) for run in list(self.runs.values())[-2:]]
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the job takes of the memory tier: slots, and what its ranks borrowed beside them."""
+        return self.slots.size_bytes + self.lent.size_bytes
 
     @property
     def is_living(self) -> bool:

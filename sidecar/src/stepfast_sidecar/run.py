@@ -32,6 +32,7 @@ class Session:
     volume_id: str = ""  # of the pod that it is a process of; empty on a machine without pods
     alive: bool = True
     clean: bool = False
+    file_bytes: int | None = None  # the largest of its files that it has spoken of; None: of none so far
     ended_time: float | None = None
     global_step: int | None = None
     step_time: float | None = None
@@ -46,6 +47,12 @@ class Session:
     restore_seconds: float | None = None
     stream_broken: bool = True  # until it begins a file: an agent that was started meanwhile has none of its windows
     stream_open: asyncio.Event = field(default_factory=asyncio.Event)  # the file's first window is stored, or lost
+
+    def speak_of(self, file_bytes: int) -> bool:
+        """It says how large one of its files will be; whether that is news: larger than any before."""
+        is_news = self.file_bytes is None or file_bytes > self.file_bytes
+        self.file_bytes = max(file_bytes, self.file_bytes or 0)
+        return is_news
 
     def begin_stream(self) -> None:
         """A first window is asked for: the windows after it go out once it is stored."""

@@ -17,12 +17,14 @@ from typing import TypeVar
 from stepfast import errors
 from stepfast.errors import AgentError, AgentUnavailable, ProtocolError, StepfastError
 from stepfast.messages import (
+    Borrow,
     Bye,
     CommittedSteps,
     Failure,
     Fetch,
     Fetched,
     Hello,
+    Lent,
     Message,
     Remove,
     Reserve,
@@ -225,6 +227,16 @@ class RankClient:
         request = next(self._ids)
         message, descriptors = self._ask(request, Fetch(id=request, path=path, refresh=refresh), None)
         return _expect(message, Fetched), descriptors[0]
+
+    def borrow(self, name: str, size_bytes: int, timeout_seconds: float = 60.0) -> tuple[int, int | None]:
+        """Memory that the run's ranks on this node share under this name: how many bytes of data are lent, and their
+        file's descriptor, which the caller closes; 0 and None when nothing is.
+
+        Raises AgentUnavailable: also of an agent that is too old to know of this, which closes the connection.
+        """
+        request = next(self._ids)
+        message, descriptors = self._ask(request, Borrow(id=request, name=name, size_bytes=size_bytes), timeout_seconds)
+        return _expect(message, Lent).granted_bytes, descriptors[0] if descriptors else None
 
     def close(self) -> None:
         """Says goodbye and ends."""

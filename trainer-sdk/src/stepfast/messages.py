@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from stepfast.errors import ProtocolError, ProtocolMismatch, SpecError
+from stepfast.lentfile import MAX_LENT_BYTES
 from stepfast.ranks import RankSet
 from stepfast.step import MAX_STEP, MAX_WORLD_SIZE, JobKey, is_file_name, is_run
 
@@ -22,9 +22,12 @@ MAX_METRIC_NAME = 64  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Base of all messages. `descriptors`: how many file descriptors travel with the frame."""
+    """Base of all messages."""
 
-    descriptors: ClassVar[int] = 0
+    @property
+    def descriptors(self) -> int:
+        """How many file descriptors travel with the frame."""
+        return 0
 
 
 # ---------------------------------------------------------------- from a rank
@@ -238,6 +241,23 @@ class Fetch(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Borrow(Message):
+    """Asks for memory beside the slots that the run's ranks on this node share under this name; answered by Lent, or
+    Failure.
+
+    An agent from before this message closes the connection, as for every frame that it does not know.
+    """
+
+    id: int
+    name: str
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        check(is_file_name(self.name), f"name {self.name!r}")
+        check(0 < self.size_bytes <= MAX_LENT_BYTES, f"size_bytes {self.size_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Want(Message):
     """Somebody waits for this step to be committed: it is due, and never dropped."""
 
@@ -339,7 +359,6 @@ class Welcome(Message):
 class Reserved(Message):
     """A slot, its file (one descriptor), and how many bytes of the file it takes at once."""
 
-    descriptors: ClassVar[int] = 1
     id: int
     slot: int
     seq: int
@@ -348,14 +367,21 @@ class Reserved(Message):
     persisting: tuple[int, ...]
     unpersisted: tuple[int, ...]  # staged, due, not persisted
 
+    @property
+    def descriptors(self) -> int:
+        return 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotReady(Message):
     """A slot was made ahead of its first use: map it while training goes on."""
 
-    descriptors: ClassVar[int] = 1
     slot: int
     capacity_bytes: int
+
+    @property
+    def descriptors(self) -> int:
+        return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,11 +403,31 @@ class CommittedSteps(Message):
 class Fetched(Message):
     """The object's bytes stand in the descriptor's file from `offset` on."""
 
-    descriptors: ClassVar[int] = 1
     id: int
     offset: int
     size_bytes: int
     tier: str
+
+    @property
+    def descriptors(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent(Message):
+    """So many bytes of data are lent under that name, as `stepfast.lentfile` says, in the descriptor's file: the same
+    for every rank that asks. 0: nothing is, and no descriptor comes.
+    """
+
+    id: int
+    granted_bytes: int
+
+    def __post_init__(self) -> None:
+        check(0 <= self.granted_bytes <= MAX_LENT_BYTES, f"granted_bytes {self.granted_bytes}")
+
+    @property
+    def descriptors(self) -> int:
+        return 1 if self.granted_bytes else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,12 +474,12 @@ class Status(Message):
 
 FROM_RANK = (
     Hello, Expect, Reserve, Staged, Sharers, Skipped, GaveUp, Progress, Restored, Steps, Supersede, SetAside, Remove,
-    Fetch, Want, Referable, FinalSaved, Bye,
+    Fetch, Borrow, Want, Referable, FinalSaved, Bye,
 )  # fmt: skip
 FROM_LAUNCHER = (Launching,)
 FROM_SUPERVISOR = (Watch, RequestSave, FlushRun)
 FROM_AGENT = (
-    Welcome, Reserved, SlotReady, Failure, CommittedSteps, Fetched, Committed, Unreferable, PersistFailed, Dropped,
+    Welcome, Reserved, SlotReady, Failure, CommittedSteps, Fetched, Lent, Committed, Unreferable, PersistFailed, Dropped,
     SaveRequested, Status,
 )  # fmt: skip
 

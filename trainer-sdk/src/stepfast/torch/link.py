@@ -152,6 +152,12 @@ class AgentLink:
         """Whether the step was committed as this run's, and is known to be there still."""
         return step in self._committed and step not in self._unreferable
 
+    def borrow(self, name: str, size_bytes: int) -> tuple[int, int | None]:
+        """Memory that this node's ranks of the run share under the name: see `RankClient.borrow`. It is gone, and may
+        be borrowed anew, after the connection of the node's last rank was lost. Raises AgentUnavailable.
+        """
+        return self.client(_AWAY_SECONDS).borrow(name, size_bytes)
+
     def want(self, step: int) -> None:
         """Asks that this step be committed, whatever comes after it."""
         self._wanted.add(step)
