@@ -479,8 +479,8 @@ FROM_RANK = (
 FROM_LAUNCHER = (Launching,)
 FROM_SUPERVISOR = (Watch, RequestSave, FlushRun)
 FROM_AGENT = (
-    Welcome, Reserved, SlotReady, Failure, CommittedSteps, Fetched, Lent, Committed, Unreferable, PersistFailed, Dropped,
-    SaveRequested, Status,
+    Welcome, Reserved, SlotReady, Failure, CommittedSteps, Fetched, Lent, Committed, Unreferable, PersistFailed,
+    Dropped, SaveRequested, Status,
 )  # fmt: skip
 
 

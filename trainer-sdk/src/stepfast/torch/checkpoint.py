@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from stepfast.admission import Decision, Interval, RankReport, Request, decide_save
@@ -34,6 +35,7 @@ from stepfast.torch.planner import Planner
 from stepfast.torch.resume import Resumer
 from stepfast.torch.saver import Save
 from stepfast.torch.settled import Ledger, Referring
+from stepfast.torch.sharedmemory import open_shared
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source, committed_steps
 from stepfast.torch.stopping import wait_to_be_stopped
 from stepfast.torch.writer import Saved, Writer
@@ -93,6 +95,7 @@ class Checkpointer:
         self._link = join_agent(self._environment, self._gang)
         if self._link is not None:
             self._link.total_steps = total
+        self._objects.lend(partial(open_shared, environment=self._environment, link=self._link, gang=self._gang))
         device = self._link.device if self._link is not None and overlap else None
         self._writer = Writer(self._link, self._environment, name, Overlap(device, self._objects.optimizers))
         self._source: Source = (

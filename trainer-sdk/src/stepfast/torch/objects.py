@@ -14,11 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from stepfast.errors import CheckpointMismatch
 from stepfast.torch.rng import get_rng_state
 from stepfast.torch.settled import checked_settlements
+from stepfast.torch.sharedmemory import SharedMemory
 from stepfast.torch.state import Json, leaves
 from stepfast.torch.targets import OwnState
 
 RNG = "rng"
 _RESERVED = (RNG,)
+
+OpenMemory = Callable[[str, int], SharedMemory | None]
 
 
 class Resharding(Protocol):
@@ -28,6 +31,13 @@ class Resharding(Protocol):
         """Takes in what other ranks saved: every rank calls it alike, each with some of the states, by the rank that
         saved them; all of them together are given all. Raises ValueError.
         """
+
+
+class Borrowing(Protocol):
+    """An object that would share memory with the other processes of its node."""
+
+    def use_node_memory(self, open_memory: OpenMemory) -> None:
+        """`open_memory(name, size_bytes)`: see `stepfast.torch.sharedmemory.open_shared`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,13 @@ class ObjectSet:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those of torch's kind."""
         return [item for item in self._objects.values() if isinstance(item, torch.optim.Optimizer)]
+
+    def lend(self, open_memory: OpenMemory) -> None:
+        """Tells objects that would share memory (`Borrowing`) where it is to be had."""
+        for item in self._objects.values():
+            take = getattr(_unwrapped(item), "use_node_memory", None)
+            if callable(take):
+                take(open_memory)
 
     @property
     def resharded_names(self) -> list[str]:

@@ -17,12 +17,12 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from stepfast.environment import Environment
 from stepfast.errors import GangError, StepfastError
 from stepfast.lentfile import MARK, MAX_LENT_BYTES, lent_bytes, lent_file_bytes, whole_pages
 from stepfast.step import is_file_name
-from stepfast.torch.gang import Gang
 from stepfast.torch.link import AgentLink
 
 log = logging.getLogger("stepfast")
@@ -102,8 +102,22 @@ class SharedMemory:
             raise ValueError(f"{size_bytes} bytes from {begin} are not within {self._size}")
 
 
+class Meeting(Protocol):
+    """How ranks meet: what `open_shared` needs of a gang."""
+
+    @property
+    def world_size(self) -> int:
+        """How many they are."""
+
+    def count(self, topic: str) -> int:
+        """How often all of them together have asked so, this time included."""
+
+    def exchange(self, topic: str, text: str) -> list[str]:
+        """What each of them says, by rank. Raises GangError."""
+
+
 def open_shared(
-    name: str, size_bytes: int, *, environment: Environment, link: AgentLink | None, gang: Gang
+    name: str, size_bytes: int, *, environment: Environment, link: AgentLink | None, gang: Meeting
 ) -> SharedMemory | None:
     """At most `size_bytes` that this node's ranks share under that name, or None: on all ranks of the node alike.
 
@@ -146,7 +160,7 @@ def _kept(opened: SharedMemory | None) -> Iterator[None]:
         raise
 
 
-def _exchange(topic: str, text: str, node: int, gang: Gang) -> list[dict[str, int]]:
+def _exchange(topic: str, text: str, node: int, gang: Meeting) -> list[dict[str, int]]:
     """What the ranks of this node say."""
     return [told for told in map(json.loads, gang.exchange(topic, text)) if told["node"] == node]
 
@@ -166,7 +180,7 @@ def _borrow(name: str, size_bytes: int, link: AgentLink) -> SharedMemory | None:
 # ---------------------------------------------------------------- without an agent
 
 
-def _meet(topic: str, size_bytes: int, environment: Environment, gang: Gang) -> SharedMemory | None:
+def _meet(topic: str, size_bytes: int, environment: Environment, gang: Meeting) -> SharedMemory | None:
     """The file that the node's first rank makes; who cannot open it has none. That rank keeps it open meanwhile."""
     made = _make(size_bytes) if environment.local_rank == 0 else None
     told = {"node": environment.node, "size": 0}
@@ -238,4 +252,4 @@ def _take(offer: dict[str, int]) -> SharedMemory | None:
     return SharedMemory(descriptor, offer["size"])
 
 
-__all__ = ["SharedMemory", "open_shared"]
+__all__ = ["Meeting", "SharedMemory", "open_shared"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -36,6 +37,21 @@ class Messages:
 
     def __init__(self) -> None:
         self.group: Any = dist.new_group(backend="gloo")
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return dist.get_world_size(self.group)
+
+    def count(self, topic: str) -> int:
+        """How often all ranks together have asked so, where all ask alike: at least, this rank's turn included."""
+        self._counts[topic] += 1
+        return (self._counts[topic] - 1) * self.world_size + 1
+
+    def exchange(self, topic: str, text: str) -> list[str]:
+        """What each rank says, by rank; the topics of all are the same in the same order."""
+        return self.all(text)
 
     def sum(self, values: list[float]) -> list[float]:
         """The sums over all ranks, in float64."""
@@ -51,7 +67,7 @@ class Messages:
 
     def all(self, value: Any) -> list[Any]:
         """Every rank's, by rank."""
-        said: list[Any] = [None] * dist.get_world_size(self.group)
+        said: list[Any] = [None] * self.world_size
         dist.all_gather_object(said, value, group=self.group)
         return said
 

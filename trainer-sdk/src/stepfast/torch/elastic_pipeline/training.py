@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
+from stepfast.environment import read_environment
 from stepfast.torch.elastic_pipeline.autocache import AutoCache
-from stepfast.torch.elastic_pipeline.cache import Memory, OwnMemory
+from stepfast.torch.elastic_pipeline.cache import Memory
 from stepfast.torch.elastic_pipeline.evidence import gather
 from stepfast.torch.elastic_pipeline.freezing import FreezingRule
 from stepfast.torch.elastic_pipeline.gradients import Gradients
@@ -39,10 +40,13 @@ from stepfast.torch.elastic_pipeline.transfer import (
     spread,
 )
 from stepfast.torch.elastic_pipeline.values import mapped
+from stepfast.torch.objects import OpenMemory
 from stepfast.torch.rng import rng_state_kept
+from stepfast.torch.sharedmemory import open_shared
 
 Metric = Callable[[Any, Any], torch.Tensor]  # (output, target) → the mean over the samples
 
+_CACHE_NAME = "activations"
 _VERSION = 1  # of the state
 
 
@@ -133,6 +137,9 @@ class ElasticPipeline:
         )  # fmt: skip
         self._shape = self.shape_for(rule.first_frozen(len(self._sizes)) if rule is not None else 0)
         self._micro_batches = MicroBatches(batch_size, self._schedule, micro_batches)
+        self._open_memory: OpenMemory = partial(
+            open_shared, environment=read_environment(), link=None, gang=self._messages
+        )
         self._cache = AutoCache(
             self._residence.layers, self._samples, self._messages, policy=cache, memory=self._node_memory,
             device=self._residence.device,
@@ -265,6 +272,10 @@ class ElasticPipeline:
         return collect_weights(self._residence, self._shape, rank=self._rank)
 
     # ------------------------------------------------------------ checkpoints
+
+    def use_node_memory(self, open_memory: OpenMemory) -> None:
+        """Where memory that the processes of a node share comes from: a Checkpointer says so, with its agent's."""
+        self._open_memory = open_memory
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of all there is to go on from, in its own memory: each layer is in one rank's."""
@@ -462,7 +473,7 @@ class ElasticPipeline:
         self._frozen_since = known + [self._taken] * (self._shape.frozen - len(known))
 
     def _node_memory(self, size_bytes: int) -> Memory | None:
-        return OwnMemory(size_bytes)
+        return self._open_memory(_CACHE_NAME, size_bytes)
 
     def _leave_shape(self) -> None:
         self._gradients.close()
