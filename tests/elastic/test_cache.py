@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
-from gangs import run_gang, run_gang_that_may_die
+from gangs import be_rank, run_gang, run_gang_that_may_die
 from stepfast.torch.elastic_pipeline import ElasticPipeline
 from stepfast.torch.elastic_pipeline.cache import RECORD_BYTES, ActivationCache, Memory, OwnMemory, SamplesAreRandom
 from trainings import BATCH, WIDTH, Training, blocks, data, distance, loss, train_alone, train_as_rank
@@ -232,6 +232,36 @@ def use(samples: Dataset[Any], model: nn.Module, cache: bool | None) -> dict[int
             pass
     decided: dict[int, bool] = pipeline.state_dict()["cachePays"]
     return decided
+
+
+def rows_computed(folder: Path) -> int:
+    """By this rank's frozen layers, of 640 samples in two epochs."""
+    be_rank(folder, "cache", 1)
+    samples = TensorDataset(*(torch.randn(640, WIDTH, dtype=torch.float64) for _ in range(2)))
+    model = blocks().double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    pipeline = ElasticPipeline(
+        model, optimizer, loss, data=samples, batch_size=BATCH, length=1, micro_batches=1, cache=True
+    )
+    pipeline.take(pipeline.shape_for(3))
+    count = 0
+
+    def note(module: nn.Module, inputs: Any) -> None:
+        nonlocal count
+        count += 0 if torch.is_grad_enabled() else len(inputs[0])
+
+    model[0].register_forward_pre_hook(note)
+    for _ in pipeline.epochs(2):
+        for _ in pipeline.steps():
+            pass
+    return count
+
+
+def test_processes_of_a_node_compute_a_sample_once_between_them(tmp_path: Path) -> None:
+    rows = run_gang(2, rows_computed, tmp_path)
+    # Each alone would come to nearly all of them; two may compute a page at the same moment.
+    assert 640 <= sum(rows) < 1.6 * 640, rows
+    assert min(rows) > 100, rows
 
 
 class Noisy(nn.Module):
