@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,18 @@ def test_nothing_is_lent_while_a_rank_of_the_node_has_not_said_what_it_needs(
     alone = agent.join(job="default/alone", run="uid2-0")
     assert borrow(alone)[0] == 0
     assert borrow(alone)[0] == 0
+
+
+def test_rank_that_says_what_it_needs_a_moment_later_is_waited_for(agent: Any, ranks: Any, borrow: Any) -> None:
+    first = agent.join(world_size=2, local_world_size=2)
+    first.client.send(Expect(size_bytes=DATA))
+    second = agent.join(rank=1, local_rank=1, world_size=2, local_world_size=2)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(borrow, first, size_bytes=1 << 30)
+        ranks.eventually(lambda: len(agent.slot_files()) == 3, "the first rank's slots are made")
+        second.client.send(Expect(size_bytes=DATA))
+        granted, _ = asked.result(60)
+    assert granted == ((1 << 30) - 6 * slot_bytes(DATA)) // 4096 * 4096 - 4096
 
 
 def test_no_more_is_lent_than_the_slots_leave_of_the_jobs_own_budget(agent: Any, ranks: Any, borrow: Any) -> None:

@@ -13,6 +13,7 @@ the file: the SDK asks for the mark beside each piece that it writes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
@@ -22,10 +23,12 @@ from stepfast.step import JobKey
 from stepfast_sidecar.lent import MAX_NAMES
 from stepfast_sidecar.memory import MemoryTier
 from stepfast_sidecar.room import Room
-from stepfast_sidecar.run import Session, newest_run
+from stepfast_sidecar.run import Run, Session, newest_run
 from stepfast_sidecar.spare import JobClaim, job_need, overdrawn, spare_bytes
 
 log = logging.getLogger(__name__)
+
+_WAIT_SECONDS, _WAITS = 0.05, 20  # for ranks that have not said how large their files are
 
 
 class Lending:
@@ -36,9 +39,14 @@ class Lending:
     ) -> None:
         self._rooms, self._memory, self._limit, self._share_of = rooms, memory, limit_bytes, share_of
 
-    def answer(self, room: Room, session: Session, asked: Borrow) -> None:
+    async def answer(self, room: Room, session: Session, asked: Borrow) -> None:
         """Lends to the rank what its run has under that name on this node, or decides that now. Raises OSError."""
         run = session.hello.run
+        for _ in range(_WAITS):
+            # Ranks say what they need at about the same time, each over its own connection.
+            if asked.name in room.lent.known(run) or _is_informed(room.runs[run]):
+                break
+            await asyncio.sleep(_WAIT_SECONDS)
         known = room.lent.known(run)
         lent = known.get(asked.name)
         if asked.name not in known and run == newest_run(room.runs) and len(known) < MAX_NAMES:
@@ -102,3 +110,9 @@ class Lending:
             ),
             lent_bytes=lent,
         )  # fmt: skip
+
+
+def _is_informed(run: Run) -> bool:
+    """Whether all of its ranks on this node have said how large their files are."""
+    known = [session for session in run.sessions.values() if session.file_bytes is not None]
+    return len(known) >= run.flow.local_world_size

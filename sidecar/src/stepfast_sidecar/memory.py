@@ -266,7 +266,8 @@ class MemoryTier:
         What that one lent is gone with it: a rank that lives on may borrow anew.
         """
         for path in self._root.glob(f"*/*/{_LENT}/*"):
-            _free(LentFile(path=path, data_bytes=int(path.name.partition("-")[0])))
+            size = path.name.partition("-")[0]
+            _free(LentFile(path=path, data_bytes=int(size) if size.isdigit() else 0))
         for note in sorted(self._root.glob("*/*/job.json")):
             try:
                 job = JobKey(namespace=note.parent.parent.name, name=note.parent.name)

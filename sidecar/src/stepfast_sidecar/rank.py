@@ -424,7 +424,7 @@ class _RankServer:
             case Fetch():
                 await self._fetch(message)
             case Borrow():
-                self._agent.lending.answer(self._room, self._session, message)
+                await self._agent.lending.answer(self._room, self._session, message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if len(self._tasks) >= _MAX_REQUESTS:

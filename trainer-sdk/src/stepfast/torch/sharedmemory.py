@@ -121,10 +121,15 @@ def open_shared(
 ) -> SharedMemory | None:
     """At most `size_bytes` that this node's ranks share under that name, or None: on all ranks of the node alike.
 
-    All ranks of the gang call it, with the same name. With an agent it is of the memory tier, and lent by what the
-    slots leave: nothing before all ranks of the node have announced how large their files are. Without one it is a file
-    in /dev/shm or, where that is too small, in the temporary folder, of at most half of what is free there. It has no
-    name by the time that anybody else hears of it: no crash leaves it behind. The ranks have to see each other's /proc.
+    All ranks of the gang call it, with the same name.
+
+    With an agent it is of the memory tier, and lent by what the slots leave: nothing before all ranks of the node have
+    announced how large their files are, which `Checkpointer.step` does when it is first called. What is lent then,
+    be it nothing, is so for this name as long as the run.
+
+    Without one it is a file in /dev/shm or, where that is too small, in the temporary folder, of at most half of what
+    is free there. It has no name by the time that anybody else hears of it: no crash leaves it behind. The ranks have
+    to see each other's /proc.
 
     Raises GangError; ValueError for a name that could not be a file's, or a size that no memory has.
     """
@@ -136,6 +141,7 @@ def open_shared(
     opening = (gang.count(f"{_TOPIC}/{name}") - 1) // gang.world_size
     topic = f"{_TOPIC}/{name}/{opening}"
     if link is not None:
+        gang.exchange(f"{topic}/here", "")  # what a rank said to the agent before, the agent is to know when it lends
         opened = _borrow(name, size_bytes, link)
     else:
         opened = _meet(f"{topic}/file", size_bytes, environment, gang)
