@@ -6,6 +6,8 @@ Whether it pays is measured once for each number of frozen layers, and part of t
 
 from __future__ import annotations
 
+import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,6 +20,9 @@ from stepfast.torch.elastic_pipeline.samples import Samples, fingerprint
 from stepfast.torch.elastic_pipeline.values import Value, leaves, mapped
 from stepfast.torch.rng import rng_state_kept
 
+log = logging.getLogger("stepfast")
+
+_GENERATION_BITS = 62  # a record has eight bytes for it, and so have others' integers
 _ROUNDS = 2  # that are timed; the better one counts
 
 Ask = Callable[[int], Memory | None]  # bytes that are wanted → memory of the node, maybe less; None: there is none
@@ -42,13 +47,21 @@ class AutoCache:
         self._generation = 0
         self._frozen = 0
         self._is_begun = True
-        self.pays: Mapping[int, bool] = {}
-        """What was decided, by the number of frozen layers."""
+        self._is_refuted = False  # a sample was another one than in its page
+        self.covers: Mapping[int, int] = {}
+        """What was decided, by the number of frozen layers: how many samples the cache is used for; 0: none."""
 
     def freeze(self, frozen: int) -> None:
         """So many layers are frozen from now on; every rank calls it alike. What is cached is extended, or void."""
-        self._generation += 1
+        # Drawn, since other pipelines may have used the memory, and count from one as well.
+        self._generation = self._messages.from_first(secrets.randbits(_GENERATION_BITS) + 1)
+        if frozen < self._cached_layers:
+            self._cached_layers = 0  # those between train again: what was cached will not be what they give
         self._frozen, self._is_begun = frozen, frozen == 0
+
+    def restore(self, covers: Mapping[int, int]) -> None:
+        """Takes up what was decided; the layers have other weights from now on."""
+        self.covers, self._cached_layers = covers, 0
 
     def is_used(self, numbers: Sequence[int], inputs: Value | None) -> bool:
         """Whether first devices are given activations in this step; every rank asks alike, ahead of each step.
@@ -57,22 +70,33 @@ class AutoCache:
         """
         if not self._is_begun:
             self._is_begun = True
-            if self.pays.get(self._frozen, self._policy is not False) and not self._samples.is_random:
+            covered = 0
+            if self.covers.get(self._frozen, self._policy is not False) and not self._samples.is_random:
                 self._begin(inputs)
-                self.pays = {**self.pays, self._frozen: self._decide(numbers, inputs)}
-            else:
-                self.pays = {**self.pays, self._frozen: False}
-        return self._frozen > 0 and self.pays[self._frozen]
+                covered = self._decide(numbers, inputs)
+            if covered < self.covers.get(self._frozen, 0):
+                log.warning(
+                    "stepfast: there is room for the activations of %s samples, where there was for %s: results may "
+                    "differ in their last bits", covered, self.covers[self._frozen],
+                )  # fmt: skip
+            self.covers = {**self.covers, self._frozen: covered}
+        return self._frozen > 0 and self.covers[self._frozen] > 0
 
     def activations(self, numbers: Sequence[int], inputs: Value) -> Value:
         """What the frozen layers give of these samples, on the host.
 
-        Raises RuntimeError where a sample turns out to be random.
+        Raises RuntimeError where a sample turns out to be random, and the cache was asked for all the same.
         """
         assert self._cache is not None
+        if self._is_refuted:
+            return self._run(0, self._frozen)(inputs)
         try:
             return self._cache.lookup(numbers, inputs)
         except SamplesAreRandom as error:
+            if not self._policy:
+                self._is_refuted = True  # no other rank has to know before the next decision: it is given the same
+                log.warning("stepfast: %s (or is padded to its batch): frozen layers are computed from now on", error)
+                return self._run(0, self._frozen)(inputs)
             raise RuntimeError(
                 f"{error}, by other means than the process' random generators: give cache=False, or draw from those"
             ) from error
@@ -97,19 +121,34 @@ class AutoCache:
         )  # fmt: skip
         self._cached_layers = self._frozen
 
-    def _decide(self, numbers: Sequence[int], inputs: Value | None) -> bool:
+    def _decide(self, numbers: Sequence[int], inputs: Value | None) -> int:
+        """How many samples the cache is used for: as many as every node has room for, or none."""
         computing = reading = obstacle = 0.0
+        room = self.covers.get(self._frozen, self._samples.size)
         if inputs is not None:
-            if self._cache is None or not self._cache.covered or self._draws(inputs):
+            if self._cache is None or not self._cache.covered or self._is_refuted or self._draws(inputs):
                 obstacle = 1.0
-            elif self._policy is None and self._frozen not in self.pays:
+            elif self._policy is None and self._frozen not in self.covers:
                 cache, frozen = self._cache, self._run(0, self._frozen)
                 computing = _seconds(lambda: frozen(inputs))
-                reading = _seconds(lambda: cache.read_for_timing(numbers, inputs))
-        computing, reading, obstacle = self._messages.largest([computing, reading, obstacle])
-        if obstacle:
-            return False
-        return self.pays.get(self._frozen, self._policy is True or reading < computing)
+                read = cache.numbers_for_timing(len(numbers))
+                asked = self._samples.inputs(read)
+                reading = _seconds(lambda: self._look_up(cache, read, asked))
+                obstacle = float(self._is_refuted)
+            room = min(room, self._cache.covered if self._cache is not None else 0)
+        computing, reading, obstacle, negated = self._messages.largest([computing, reading, obstacle, float(-room)])
+        pays = self._frozen in self.covers or self._policy is True or reading < computing
+        covered = int(-negated) if pays and not obstacle else 0
+        if self._cache is not None:
+            self._cache.cover(covered)
+        return covered
+
+    def _look_up(self, cache: ActivationCache, numbers: Sequence[int], inputs: Value) -> None:
+        """As a step does, to the device."""
+        try:
+            mapped(cache.lookup(numbers, inputs), lambda tensor: tensor.to(self._device))
+        except SamplesAreRandom:
+            self._is_refuted = True
 
     def _run(self, begin: int, end: int) -> Prefix:
         modules = [layer.module for layer in self._layers[begin:end]]

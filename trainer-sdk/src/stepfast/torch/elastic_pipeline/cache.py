@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from stepfast.torch.elastic_pipeline.values import Value, leaves, mapped, rebuilt, samples_in
+from stepfast.torch.rng import rng_state_kept
 
 log = logging.getLogger("stepfast")
 
@@ -34,7 +35,7 @@ Fetch = Callable[[Sequence[int]], Value]  # numbers of samples → their inputs,
 
 
 class SamplesAreRandom(Exception):
-    """A sample's input is not what it was when its activation was computed: it cannot be cached."""
+    """A sample's input, or the shape of its activation, is not what it is in its page's batch: it cannot be cached."""
 
 
 class Memory(Protocol):
@@ -69,12 +70,18 @@ class OwnMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Looks:
-    """Of an activation's tensors: shape of one sample, dtype, and where its bytes are in a row."""
+    """Of an activation's tensors: shape of one sample, dtype, and where its bytes are in a row.
+
+    The bytes stand there as they stood in memory: some kernels give other bits when a tensor's dimensions lie in it in
+    another order (channels last, a transposition), and rows are extended to what the input would give.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     begin: int
     end: int
+    order: tuple[int, ...]  # of the dimensions in memory, the samples' first
+    is_exact: bool  # False: it was spread in memory; what comes back is not
 
 
 class ActivationCache:
@@ -83,7 +90,7 @@ class ActivationCache:
     def __init__(self, memory: Memory, samples: int, *, page_samples: int = PAGE_SAMPLES) -> None:
         self._memory, self._samples, self._page_samples = memory, samples, page_samples
         self._generation = self._former = 0
-        self._row_bytes = 0
+        self._row_bytes = self._room = 0
         self._template: Value = None
         self._looks: list[_Looks] = []
         self.covered = 0
@@ -94,20 +101,26 @@ class ActivationCache:
     def begin(self, generation: int, prefix: Prefix, fetch: Fetch, extend: Prefix | None = None) -> None:
         """From now on rows are `prefix` of the samples' inputs.
 
-        generation: positive, larger than those before, of whichever process. extend: makes them out of the rows of
-        the generation before; None: these are of no use.
+        generation: positive; the same in all processes of the node, and of nobody else who ever used this memory.
+        extend: makes them out of the rows of the generation before; None: these are of no use.
         """
         self._former, self._former_template, self._former_looks = self._generation, self._template, self._looks
         self._generation, self._prefix, self._fetch = generation, prefix, fetch
         first = _computed(prefix, fetch(self._page(0)))  # what rows look like
         self._template = mapped(first, lambda tensor: None)
         self._looks, row_bytes = _looks_of(leaves(first))
-        self._extend = extend if self._former and row_bytes == self._row_bytes else None
+        is_exact = all(look.is_exact for look in self._former_looks)
+        self._extend = extend if self._former and row_bytes == self._row_bytes and is_exact else None
         if row_bytes != self._row_bytes:
             self._row_bytes = row_bytes
             rows = self._memory.size_bytes // (RECORD_BYTES + row_bytes)
-            self.covered = min(rows // self._page_samples * self._page_samples, self._samples)
-            self._rows_begin = self.covered * RECORD_BYTES
+            self._room = min(rows // self._page_samples * self._page_samples, self._samples)
+            self._rows_begin = self._room * RECORD_BYTES
+        self.cover(self._room)
+
+    def cover(self, samples: int) -> None:
+        """From now on no more than the first of so many are looked up; nor than there is room for."""
+        self.covered = min(samples, self._room)
 
     def lookup(self, numbers: Sequence[int], inputs: Value) -> Value:
         """The activations of these samples, in order, on the host; rows that are missing are computed.
@@ -120,17 +133,15 @@ class ActivationCache:
         if outside:
             picked = torch.tensor(outside)
             values = _computed(self._prefix, mapped(inputs, lambda tensor: tensor[picked]))
-            found[picked] = _packed(leaves(values))
+            for place, row in zip(outside, self._packed(values), strict=True):  # in one go it is byte by byte, slowly
+                found[place] = row
         return rebuilt(self._template, _parts(found, self._looks))
 
-    def read_for_timing(self, numbers: Sequence[int], inputs: Value) -> None:
-        """Does what `lookup` does where all rows are there."""
-        digests = _digests(inputs)
-        row = torch.empty(self._row_bytes, dtype=torch.uint8)
-        for number, digest in zip(numbers, digests, strict=True):
-            if number < self.covered:
-                self._read(number, digest, self._generation, row)
-                _digest(row.numpy())
+    def numbers_for_timing(self, count: int) -> Sequence[int]:
+        """So many covered samples, of as few pages as there can be: once they are there, to look them up takes what it
+        takes later. What nobody has written is not read, and says nothing.
+        """
+        return [i % self.covered for i in range(count)]
 
     # ------------------------------------------------------------ rows
 
@@ -174,9 +185,9 @@ class ActivationCache:
         else:
             inputs = self._fetch(numbers)
             digests = _digests(inputs)
-            rows = _packed(leaves(_computed(self._prefix, inputs)))
+            rows = self._packed(_computed(self._prefix, inputs))
         self.computed += len(numbers)
-        first, count = numbers[0], min(len(numbers), self.covered - numbers[0])
+        first, count = numbers[0], min(len(numbers), self._room - numbers[0])
         records = bytearray(count * RECORD_BYTES)
         # Whoever reads now takes neither the old rows nor half of these.
         is_written = self._memory.write(first * RECORD_BYTES, memoryview(bytes(records)))
@@ -191,7 +202,7 @@ class ActivationCache:
 
     def _extended(self, numbers: Sequence[int]) -> tuple[torch.Tensor, list[bytes]] | None:
         """The page out of the rows of the generation before, where all of them are there."""
-        if self._extend is None or numbers[-1] >= self.covered:
+        if self._extend is None or numbers[-1] >= self._room:
             return None
         rows = torch.empty(len(numbers), self._row_bytes, dtype=torch.uint8)
         records = bytearray(len(numbers) * RECORD_BYTES)
@@ -202,12 +213,19 @@ class ActivationCache:
         if not all(self._read(number, digest, self._former, row) for number, digest, row in known):
             return None
         values = _computed(self._extend, rebuilt(self._former_template, _parts(rows, self._former_looks)))
-        return _packed(leaves(values)), digests
+        return self._packed(values), digests
+
+    def _packed(self, values: Value) -> torch.Tensor:
+        tensors = leaves(values)
+        found = [(tensor.shape[1:], tensor.dtype) for tensor in tensors]
+        if found != [(look.shape, look.dtype) for look in self._looks]:
+            raise SamplesAreRandom(f"activations are of {found}, the first page's of {self._looks}")
+        return _packed(tensors, self._looks)
 
     def _lose(self) -> None:
-        if self.covered:
+        if self._room:
             log.warning("stepfast: the memory for frozen layers' activations is gone: they are computed from now on")
-        self.covered = 0
+        self.covered = self._room = 0
 
     def _page(self, page: int) -> Sequence[int]:
         begin = page * self._page_samples
@@ -216,7 +234,8 @@ class ActivationCache:
 
 @torch.no_grad()
 def _computed(function: Prefix, inputs: Value) -> Value:
-    return mapped(function(inputs), torch.Tensor.cpu)
+    with rng_state_kept():  # who computes a page is nobody's own choice: what it draws, if anything, is no one's
+        return mapped(function(inputs), torch.Tensor.cpu)
 
 
 def _digests(inputs: Value) -> list[bytes]:
@@ -229,9 +248,11 @@ def _digest(row: Any) -> bytes:
     return xxhash.xxh3_128_digest(row)
 
 
-def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The samples' bytes, a row each."""
-    flat = [tensor.detach().contiguous().view(len(tensor), -1).view(torch.uint8) for tensor in tensors]
+def _packed(tensors: Sequence[torch.Tensor], looks: Sequence[_Looks] = ()) -> torch.Tensor:
+    """The samples' bytes, a row each; in the order of `looks`, or as tensors read."""
+    orders = [look.order for look in looks] if looks else [tuple(range(tensor.dim())) for tensor in tensors]
+    inner = [tensor.detach().permute(*order).contiguous() for tensor, order in zip(tensors, orders, strict=True)]
+    flat = [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in inner]
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
 
 
@@ -239,10 +260,25 @@ def _looks_of(tensors: Sequence[torch.Tensor]) -> tuple[list[_Looks], int]:
     found, begin = [], 0
     for tensor in tensors:
         size = tensor[0].nbytes
-        found.append(_Looks(tensor.shape[1:], tensor.dtype, begin, begin + size))
+        order = _order_in_memory(tensor)
+        is_exact = tensor.permute(*order).is_contiguous()
+        plain = tuple(range(tensor.dim()))
+        found.append(
+            _Looks(tensor.shape[1:], tensor.dtype, begin, begin + size, order if is_exact else plain, is_exact)
+        )
         begin += size
     return found, begin
 
 
+def _order_in_memory(tensor: torch.Tensor) -> tuple[int, ...]:
+    strides = tensor.stride()
+    return (0, *sorted(range(1, tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
 def _parts(rows: torch.Tensor, looks: Sequence[_Looks]) -> list[torch.Tensor]:
-    return [rows[:, look.begin : look.end].contiguous().view(look.dtype).view(len(rows), *look.shape) for look in looks]
+    found = []
+    for look in looks:
+        flat = rows[:, look.begin : look.end].contiguous().view(look.dtype)
+        inner = flat.view(len(rows), *(look.shape[dim - 1] for dim in look.order[1:]))
+        found.append(inner.permute(*(look.order.index(dim) for dim in range(len(look.order)))))
+    return found

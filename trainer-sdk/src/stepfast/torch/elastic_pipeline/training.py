@@ -289,7 +289,7 @@ class ElasticPipeline:
             "order": asdict(self._order),
             "shape": self._shape.to_document(),
             "microBatches": dict(self._micro_batches.found),
-            "cachePays": dict(self._cache.pays),
+            "cacheCovers": dict(self._cache.covers),
             "rule": self._rule.state_dict() if self._rule is not None else None,
             "groups": [_without_parameters(group) for group in self._optimizer.param_groups],
             "notedSteps": noted,
@@ -342,7 +342,7 @@ class ElasticPipeline:
         gather_layers(self._residence, given, self._shape, rank=self._rank, message_group=self._messages.group)
         self._done, self._epoch, self._place = common["step"], common["epoch"], common["place"]
         self._micro_batches.found = dict(common["microBatches"])
-        self._cache.pays = dict(common["cachePays"])
+        self._cache.restore(dict(common["cacheCovers"]))
         for group, values in zip(self._optimizer.param_groups, common["groups"], strict=True):
             group.update(values)
         if self._rule is not None and common["rule"] is not None:
