@@ -185,6 +185,7 @@ def train_by_default(samples: Callable[[], Dataset[Any]], collate: Any) -> int:
     for _ in pipeline.epochs(2):
         for _ in pipeline.steps():
             pass
+    assert pipeline.evaluate(samples(), loss) > 0  # collated as in training
     return pipeline.step
 
 

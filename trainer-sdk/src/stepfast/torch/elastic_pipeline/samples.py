@@ -46,6 +46,10 @@ class Samples:
         self._seed = seed
         self._is_random: bool | None = None
 
+    def like(self, data: Dataset[Any]) -> Samples:
+        """Of another data set, loaded in the same way."""
+        return Samples(data, seed=self._seed, collate=self._collate, workers=self._workers, pin=self._pin)
+
     @property
     def is_random(self) -> bool:
         """Whether fetching a sample draws random numbers, as its first one shows."""

@@ -243,7 +243,7 @@ class ElasticPipeline:
 
     def evaluate(self, data: Dataset[Any], metric: Metric, *, batch_size: int | None = None) -> float:
         """The metric's mean over all samples; every rank calls it alike, and gets it."""
-        samples = Samples(data, seed=0)
+        samples = self._samples.like(data)
         order = SampleOrder(samples=samples.size, batch_size=batch_size or self._order.batch_size, shuffle=False)
         everything = order.epoch(0)
         batches = [order.batch(everything, step).tolist() for step in range(order.steps_per_epoch)]
@@ -341,6 +341,8 @@ class ElasticPipeline:
         self._shape = saved if saved.world_size == self._world_size else self.shape_for(saved.frozen)
         gather_layers(self._residence, given, self._shape, rank=self._rank, message_group=self._messages.group)
         self._done, self._epoch, self._place = common["step"], common["epoch"], common["place"]
+        self._loss_sum.zero_()
+        self._loss_steps = 0
         self._micro_batches.found = dict(common["microBatches"])
         self._cache.restore(dict(common["cacheCovers"]))
         for group, values in zip(self._optimizer.param_groups, common["groups"], strict=True):
