@@ -38,7 +38,7 @@ class Case:
 CASES = [
     Case(name="digits, half of whose classes are known", task="digits", known=range(5), classes=()),
     Case(name="digits that were never seen", task="digits", known=range(5), classes=range(5, 10)),
-    Case(name="texts from packages that were never seen", task="text", known=range(6), classes=range(6, 13)),
+    Case(name="statements of Python that were never seen", task="text", known=range(7), classes=range(7, 15)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What is learned: handwritten digits by a small ViT, and by a small BERT which package of Python a text is from.
+"""What is learned: handwritten digits by a small ViT, and by a small BERT which statement a line of Python is.
 
 Both models are twelve blocks between an embedding and a head, as an `nn.Sequential`: each of its members is a layer
 that the elastic pipeline may freeze, and between two of them a single tensor passes.
@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 BLOCKS = 12
 IMAGE_PIXELS = 8
 PATCH_PIXELS = 2
-WINDOW_BYTES = 48
-WINDOWS_A_PACKAGE = 160
+LINE_BYTES = 32
+LINES_A_STATEMENT = 200
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class Head(nn.Module):
 
 def make_task(name: str, classes: list[int] | None = None, *, width: int = 64, dropout: float = 0.0) -> Task:
     """`digits` or `text`, with these of its classes (None: all), numbered anew from 0."""
-    inputs, labels = {"digits": read_digits, "text": read_packages}[name]()
+    inputs, labels = {"digits": read_digits, "text": read_statements}[name]()
     known = sorted(set(labels.tolist())) if classes is None else classes
     wanted = torch.isin(labels, torch.tensor(known))
     inputs, labels = inputs[wanted], torch.searchsorted(torch.tensor(known), labels[wanted])
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # one split for all seeds
     held_out, train = order[: len(order) // 5], order[len(order) // 5 :]
-    embedding = Patches(width) if name == "digits" else Bytes(WINDOW_BYTES, width)
+    embedding = Patches(width) if name == "digits" else Bytes(LINE_BYTES, width)
     model = nn.Sequential(embedding, *(Block(width, 4, dropout) for _ in range(BLOCKS)), Head(width, len(known)))
     return Task(model, TensorDataset(inputs[train], labels[train]), TensorDataset(inputs[held_out], labels[held_out]))
 
@@ -109,20 +109,25 @@ def read_digits() -> tuple[Tensor, Tensor]:
     return torch.from_numpy(digits.images).float() / 8 - 1, torch.from_numpy(digits.target).long()
 
 
-# Packages of Python's standard library that are large enough, and in every Python.
-PACKAGES = ("asyncio", "concurrent", "ctypes", "email", "encodings", "http", "importlib", "json", "logging",
-            "multiprocessing", "unittest", "urllib", "xml")  # fmt: skip
+# Statements of Python that begin with a word of their own.
+STATEMENTS = ("assert", "class", "def", "del", "elif", "except", "for", "from", "if", "import", "raise", "return",
+              "while", "with", "yield")  # fmt: skip
 
 
-def read_packages() -> tuple[Tensor, Tensor]:
-    """Pieces of source text as bytes, int64 (n, 48), and the number of the package that each is from."""
+def read_statements() -> tuple[Tensor, Tensor]:
+    """Lines of Python's own library without their first word, as bytes, int64 (n, 32), and which word that was."""
     library = Path(sysconfig.get_paths()["stdlib"])
+    found: dict[str, set[bytes]] = {word: set() for word in STATEMENTS}
+    for path in sorted(library.glob("*.py")):
+        for line in path.read_bytes().splitlines():
+            word, _, rest = line.strip().partition(b" ")
+            if rest and word.decode(errors="ignore") in found:
+                found[word.decode()].add(rest[:LINE_BYTES])
     texts, labels = [], []
-    for number, package in enumerate(PACKAGES):
-        source = b"".join(path.read_bytes() for path in sorted((library / package).rglob("*.py"))[:40])
-        windows = len(source) // WINDOW_BYTES
-        picked = torch.randperm(windows, generator=torch.Generator().manual_seed(number))[:WINDOWS_A_PACKAGE]
-        rows = torch.frombuffer(bytearray(source[: windows * WINDOW_BYTES]), dtype=torch.uint8).view(windows, -1)
-        texts.append(rows[picked].long())
-        labels += [number] * len(picked)
-    return torch.cat(texts), torch.tensor(labels)
+    for number, word in enumerate(STATEMENTS):
+        lines = sorted(found[word])
+        order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(number))
+        for index in order[:LINES_A_STATEMENT].tolist():
+            texts.append(list(lines[index].ljust(LINE_BYTES, b"\0")))
+            labels.append(number)
+    return torch.tensor(texts), torch.tensor(labels)

@@ -228,7 +228,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    arguments = parse_arguments()
     torch.set_num_threads(1)
     dist.init_process_group()
-    train(parse_arguments())
+    train(arguments)
     dist.destroy_process_group()
