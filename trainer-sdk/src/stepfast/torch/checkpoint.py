@@ -167,6 +167,8 @@ class Checkpointer:
         if self._link is not None:
             seconds = time.perf_counter() - begin
             self._link.tell(Restored(step=restored, tier=resumed.tier, time=time.time(), seconds=seconds))
+            if resumed.step is not None and not self._announced:
+                self._announce()  # all that will be saved is there: what slots leave is known from now on
         return restored
 
     def steps(self) -> list[CommittedStep]:

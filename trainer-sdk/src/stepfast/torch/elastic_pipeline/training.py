@@ -146,6 +146,8 @@ class ElasticPipeline:
         )  # fmt: skip
         self._taken = 0  # shapes so far
         self._frozen_since: list[int] = []  # of each frozen layer the first shape of those that have it so
+        # An agent lends what slots leave, and learns how large these are with a first step, or with a restore.
+        self._is_warm = False
         self._done = 0  # steps, since the beginning
         self._epoch = self._place = 0  # epochs that are over; steps that are done of this one
         self._loss_sum, self._loss_steps = torch.zeros((), dtype=torch.float64, device=self._residence.device), 0
@@ -343,6 +345,7 @@ class ElasticPipeline:
         self._done, self._epoch, self._place = common["step"], common["epoch"], common["place"]
         self._loss_sum.zero_()
         self._loss_steps = 0
+        self._is_warm = True
         self._micro_batches.found = dict(common["microBatches"])
         self._cache.restore(dict(common["cacheCovers"]))
         for group, values in zip(self._optimizer.param_groups, common["groups"], strict=True):
@@ -393,7 +396,7 @@ class ElasticPipeline:
 
     def _train(self, share: Share) -> None:
         samples, inputs, targets = len(share.numbers), share.inputs, self._placed(share.targets)
-        is_cached = self._cache.is_used(share.numbers, inputs)
+        is_cached = self._is_warm and self._cache.is_used(share.numbers, inputs)
         if is_cached and inputs is not None:
             inputs = self._cache.activations(share.numbers, inputs)
         inputs = self._placed(inputs)
@@ -421,6 +424,7 @@ class ElasticPipeline:
         self._optimizer.step()
         self._share_buffers()
         self._loss_steps += 1
+        self._is_warm = True
 
     def _try(self, passes: Callable[[], object], count: int) -> None:
         """The passes of a step with so many micro-batches, which leave no trace."""
