@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -17,13 +16,13 @@ from stepfast.torch.elastic_pipeline.cache import RECORD_BYTES, ActivationCache,
 from stepfast.torch.elastic_pipeline.groups import Messages
 from stepfast.torch.elastic_pipeline.layers import Layer
 from stepfast.torch.elastic_pipeline.samples import Samples, fingerprint
+from stepfast.torch.elastic_pipeline.timing import best_seconds
 from stepfast.torch.elastic_pipeline.values import Value, leaves, mapped
 from stepfast.torch.rng import rng_state_kept
 
 log = logging.getLogger("stepfast")
 
 _GENERATION_BITS = 62  # a record has eight bytes for it, and so have others' integers
-_ROUNDS = 2  # that are timed; the better one counts
 
 Ask = Callable[[int], Memory | None]  # bytes that are wanted → memory of the node, maybe less; None: there is none
 
@@ -130,10 +129,10 @@ class AutoCache:
                 obstacle = 1.0
             elif self._policy is None and self._frozen not in self.covers:
                 cache, frozen = self._cache, self._run(0, self._frozen)
-                computing = _seconds(lambda: frozen(inputs))
+                computing = best_seconds(lambda: frozen(inputs))
                 read = cache.numbers_for_timing(len(numbers))
                 asked = self._samples.inputs(read)
-                reading = _seconds(lambda: self._look_up(cache, read, asked))
+                reading = best_seconds(lambda: self._look_up(cache, read, asked))
                 obstacle = float(self._is_refuted)
             room = min(room, self._cache.covered if self._cache is not None else 0)
         computing, reading, obstacle, negated = self._messages.largest([computing, reading, obstacle, float(-room)])
@@ -173,15 +172,3 @@ class AutoCache:
             before = fingerprint()
             self._run(0, self._frozen)(inputs)
             return fingerprint() != before
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """Of the best of some rounds."""
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        began = time.perf_counter()
-        work()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return best

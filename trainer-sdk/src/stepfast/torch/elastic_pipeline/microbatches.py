@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-
-import torch
+from functools import partial
 
 from stepfast.torch.elastic_pipeline.groups import Messages
 from stepfast.torch.elastic_pipeline.shape import Shape
+from stepfast.torch.elastic_pipeline.timing import best_seconds
 
 _MOST_PER_DEVICE = 6  # PipeTransformer, section 4.1
-_ROUNDS = 2  # that are timed, of each; the better one counts
 
 
 class Schedule(StrEnum):
@@ -71,17 +69,9 @@ def fastest(candidates: Sequence[int], attempt: Callable[[int], None], messages:
     seconds = []
     for candidate in candidates:
         attempt(candidate)  # a first time, which connects ranks and allocates
-        seconds.append(min(_seconds(attempt, candidate) for _ in range(_ROUNDS)))
+        seconds.append(best_seconds(partial(attempt, candidate)))
     slowest = messages.largest(seconds)
     return candidates[slowest.index(min(slowest))]
-
-
-def _seconds(attempt: Callable[[int], None], candidate: int) -> float:
-    began = time.perf_counter()
-    attempt(candidate)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def micro_batch_counts(samples: int, least: int, most: int, *, devices: int, schedule: Schedule) -> list[int]:
