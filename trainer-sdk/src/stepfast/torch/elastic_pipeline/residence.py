@@ -39,7 +39,6 @@ class Residence:
         self.layers = layers
         self.device = device
         self.held: frozenset[int] = frozenset(range(len(layers)))
-        self.frozen = 0
         self._optimizer = optimizer
         self._tensors = [list(_tensors_of(layer)) for layer in layers]
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -82,9 +81,8 @@ class Residence:
                 found[name] = state
         return found
 
-    def all_tensors(self, layer: int) -> Iterator[torch.Tensor]:
-        """A layer's parameters and buffers, and the tensors of its optimizer state."""
-        yield from self.tensors(layer).values()
+    def state_tensors(self, layer: int) -> Iterator[torch.Tensor]:
+        """The tensors of a layer's optimizer state, in order."""
         for state in self.state(layer).values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
@@ -94,11 +92,11 @@ class Residence:
         """Makes room for the layers that are not held yet, with no values in it, on this rank's device."""
         for layer in set(layers) - self.held:
             for item in self._tensors[layer]:
-                _set_data(item.tensor, torch.empty(item.shape, dtype=item.tensor.dtype, device=self.device))
+                item.tensor.data = torch.empty(item.shape, dtype=item.tensor.dtype, device=self.device)
         for layer in self.held.intersection(layers):
             for item in self._tensors[layer]:
                 if item.tensor.device != self.device:
-                    _set_data(item.tensor, item.tensor.detach().to(self.device))
+                    item.tensor.data = item.tensor.detach().to(self.device)
         self.held = self.held.union(layers)
 
     def release(self, layers: Collection[int]) -> None:
@@ -106,7 +104,7 @@ class Residence:
         for layer in self.held.difference(layers):
             for item in self._tensors[layer]:
                 item.tensor.grad = None
-                _set_data(item.tensor, torch.empty(0, dtype=item.tensor.dtype, device=self.device))
+                item.tensor.data = torch.empty(0, dtype=item.tensor.dtype, device=self.device)
         self.held = self.held.intersection(layers)
 
     def put_state(self, layer: int, states: Mapping[str, State]) -> None:
@@ -122,7 +120,6 @@ class Residence:
 
         States of layers that are neither are dropped; those of frozen ones too, unless this rank keeps them.
         """
-        self.frozen = frozen
         wanted: set[int] = set()
         for layer in range(len(self.layers)):
             is_active = layer in active
@@ -164,7 +161,3 @@ def _tensors_of(layer: Layer) -> Iterator[_Tensor]:
 def _is_like(value: Any, parameter: nn.Parameter) -> bool:
     """Whether it belongs where the parameter is. Numbers, such as Adam's step, stay where the optimizer put them."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and parameter.dim() > 0
-
-
-def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    tensor.data = data

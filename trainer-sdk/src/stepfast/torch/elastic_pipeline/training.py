@@ -232,7 +232,7 @@ class ElasticPipeline:
         """Takes that shape; weights, optimizer state and the frozen boundary move, and nothing is lost."""
         self._leave_shape()
         before, self._shape = self._shape, shape
-        reshape(self._residence, before, shape, rank=self._rank, message_group=self._messages.group)
+        reshape(self._residence, before, shape, rank=self._rank, messages=self._messages)
         self._take_shape()
 
     def mean_loss(self) -> float:
@@ -311,7 +311,7 @@ class ElasticPipeline:
         owners = self._shape.owners(self._sizes)
         for layer, since in enumerate(self._frozen_since):
             if owners[layer] == self._rank:
-                for tensor in self._residence.all_tensors(layer):
+                for tensor in (*self._residence.tensors(layer).values(), *self._residence.state_tensors(layer)):
                     yield tensor, since
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -341,7 +341,7 @@ class ElasticPipeline:
         self._leave_shape()
         self._frozen_since = []  # other bytes
         self._shape = saved if saved.world_size == self._world_size else self.shape_for(saved.frozen)
-        gather_layers(self._residence, given, self._shape, rank=self._rank, message_group=self._messages.group)
+        gather_layers(self._residence, given, self._shape, rank=self._rank, messages=self._messages)
         self._done, self._epoch, self._place = common["step"], common["epoch"], common["place"]
         self._loss_sum.zero_()
         self._loss_steps = 0

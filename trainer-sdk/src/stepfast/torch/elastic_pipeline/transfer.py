@@ -6,17 +6,16 @@ state, over the static message group before that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from stepfast.torch.elastic_pipeline.groups import Messages
 from stepfast.torch.elastic_pipeline.residence import Residence, State
 from stepfast.torch.elastic_pipeline.shape import Move, Shape, moves
-
-Groups = Any  # torch's process groups have no public type that is of one mind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +33,12 @@ class _Looks:
     is_on_host: bool
 
 
-def reshape(residence: Residence, before: Shape, after: Shape, *, rank: int, message_group: Groups) -> None:
+def reshape(residence: Residence, before: Shape, after: Shape, *, rank: int, messages: Messages) -> None:
     """Moves what the new shape holds elsewhere; every rank of the gang calls it alike."""
+    residence.hold(after.held_by(rank))
     weights = moves(before, before.held_by, after, after.held_by)
     states = moves(before, before.optimized_by, after, after.optimized_by)
-    residence.hold(after.held_by(rank))
-    _move_weights(residence, weights, rank)
-    arrived = _move_states(residence, states, rank, message_group)
-    residence.release(after.held_by(rank))
-    for layer, state in arrived.items():
-        residence.put_state(layer, state)
-    residence.train(after.active_of(rank), after.frozen, keeps_frozen_state=rank == 0)
+    _take(residence, after, weights, states, rank=rank, messages=messages)
 
 
 def spread(residence: Residence, after: Shape, *, rank: int) -> None:
@@ -60,15 +54,13 @@ def spread(residence: Residence, after: Shape, *, rank: int) -> None:
 
 
 def gather_layers(
-    residence: Residence, given: Mapping[int, LayerState], shape: Shape, *, rank: int, message_group: Groups
+    residence: Residence, given: Mapping[int, LayerState], shape: Shape, *, rank: int, messages: Messages
 ) -> None:
     """Takes that shape with weights and states of which each rank was given some layers'; every rank calls it alike.
 
     Raises ValueError, on all ranks, where nobody was given a layer, or one that is not the model's.
     """
-    said: list[Any] = [None] * shape.world_size
-    problem = _misfit(residence, given)
-    dist.all_gather_object(said, (sorted(given), problem), group=message_group)
+    said = messages.all((sorted(given), _misfit(residence, given)))
     problems = [text for _, text in said if text]
     missing = sorted(set(range(shape.layers)).difference(*(layers for layers, _ in said)))
     if missing:
@@ -81,12 +73,9 @@ def gather_layers(
         for name, tensor in residence.tensors(layer).items():
             tensor.data.copy_(item.tensors[name])
         residence.put_state(layer, {name: dict(state) for name, state in item.states.items()})
-    _move_weights(residence, moves(shape, has.__getitem__, shape, shape.held_by), rank)
-    arrived = _move_states(residence, moves(shape, has.__getitem__, shape, shape.optimized_by), rank, message_group)
-    residence.release(shape.held_by(rank))
-    for layer, state in arrived.items():
-        residence.put_state(layer, state)
-    residence.train(shape.active_of(rank), shape.frozen, keeps_frozen_state=rank == 0)
+    weights = moves(shape, has.__getitem__, shape, shape.held_by)
+    states = moves(shape, has.__getitem__, shape, shape.optimized_by)
+    _take(residence, shape, weights, states, rank=rank, messages=messages)
 
 
 def collect_weights(residence: Residence, shape: Shape, *, rank: int) -> dict[str, torch.Tensor]:
@@ -122,6 +111,19 @@ def _misfit(residence: Residence, given: Mapping[int, LayerState]) -> str:
     return ""
 
 
+def _take(
+    residence: Residence, shape: Shape, weights: Sequence[Move], states: Sequence[Move], *, rank: int,
+    messages: Messages,
+) -> None:  # fmt: skip
+    """Carries out the moves, and leaves the rank with what the shape gives it; room for the weights is there."""
+    _move_weights(residence, weights, rank)
+    arrived = _move_states(residence, states, rank, messages)
+    residence.release(shape.held_by(rank))
+    for layer, state in arrived.items():
+        residence.put_state(layer, state)
+    residence.train(shape.active_of(rank), shape.frozen, keeps_frozen_state=rank == 0)
+
+
 def _move_weights(residence: Residence, travels: Sequence[Move], rank: int) -> None:
     with _Post(rank) as post:
         for move in travels:
@@ -131,18 +133,17 @@ def _move_weights(residence: Residence, travels: Sequence[Move], rank: int) -> N
 
 
 def _move_states(
-    residence: Residence, travels: Sequence[Move], rank: int, message_group: Groups
+    residence: Residence, travels: Sequence[Move], rank: int, messages: Messages
 ) -> dict[int, dict[str, State]]:
     """What arrived here, by layer."""
     sent = {move.layer for move in travels if move.source == rank}
-    said: list[Any] = [None] * dist.get_world_size(message_group)
-    dist.all_gather_object(said, {layer: _described(residence.state(layer)) for layer in sent}, group=message_group)
+    said = messages.all({layer: _described(residence.state(layer)) for layer in sent})
     arrived: dict[int, dict[str, State]] = {}
     returning = []  # tensors that live on the host but travelled on the device
     with _Post(rank) as post:
         for move in travels:
             if rank == move.source:
-                for tensor in _tensors_in(residence.state(move.layer)):
+                for tensor in residence.state_tensors(move.layer):
                     post.carry(tensor.to(residence.device), move)
             elif rank == move.target:
                 layer = arrived[move.layer] = said[move.source][move.layer]
@@ -168,13 +169,6 @@ def _described(states: dict[str, State]) -> dict[str, State]:
         }
         for name, state in states.items()
     }
-
-
-def _tensors_in(states: dict[str, State]) -> Iterator[torch.Tensor]:
-    for state in states.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield value
 
 
 class _Post:
