@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -190,6 +191,22 @@ def test_damaged_slot_gives_way_to_the_storage(
 
     assert bench.make(state=state).restore() == 2
     assert torch.equal(state["a"], torch.arange(100_000.0))
+
+
+def test_slot_that_was_cut_short_is_made_anew_for_the_next_save(held: tuple[Any, Any]) -> None:
+    agent, bench = held
+    for slot in slots(agent):
+        os.truncate(slot, CONTROL_BYTES + 100_000)
+    state = {"a": torch.arange(100_000.0)}
+
+    with bench.make(state=state) as checkpointer:
+        assert checkpointer.restore() == 2
+        state["a"] += 1
+        checkpointer.save(3).wait(timeout_seconds=30.0)
+
+    assert min(slot.stat().st_size for slot in slots(agent)) > state["a"].nbytes
+    assert bench.make(state=state).restore() == 3
+    assert torch.equal(state["a"], torch.arange(100_000.0) + 1)
 
 
 def test_step_is_restored_from_memory_without_the_storages_bytes(held: tuple[Any, Any]) -> None:

@@ -61,6 +61,13 @@ class SlotFile:
         """
         return _has_grown(self.path, self.size_bytes)
 
+    def is_whole(self) -> bool:
+        """Whether all its bytes are there: a rank may have cut it short."""
+        try:
+            return self.path.stat().st_size >= self.size_bytes
+        except FileNotFoundError:
+            return False
+
     def cut_back(self) -> None:
         """Frees what it has beyond its size; one that was cut short stays so. Raises OSError."""
         _cut_back(self.path, self.size_bytes)

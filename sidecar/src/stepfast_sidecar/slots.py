@@ -150,11 +150,13 @@ class RankSlots:
             self._memory.remove(made.result())
 
     def fits(self, index: int, plan: SlotPlan) -> bool:
-        """Whether that slot is of the plan's measure."""
+        """Whether that slot is of the plan's measure, and whole."""
         return index in self._files and self._fits(self._files[index], plan)
 
     @staticmethod
     def _fits(file: SlotFile, plan: SlotPlan) -> bool:
+        if not file.is_whole():
+            return False
         if plan.streamed:
             return file.capacity_bytes == plan.capacity_bytes
         return plan.capacity_bytes <= file.capacity_bytes <= plan.capacity_bytes * 2
