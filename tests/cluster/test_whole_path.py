@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ import yaml
 from testcluster.jobnamespace import torch_pod_parts
 from testjobs.job import SAVE_EVERY, STEPS, Job, Team
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib" / "job.yaml"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -34,9 +35,9 @@ def ended(team: Team) -> Iterator[Callable[[Job], Job]]:
         team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=120s")
 
 
-def example(team: Team) -> dict[str, Any]:
+def example(team: Team, name: str) -> dict[str, Any]:
     """The example as it stands, but for the image of this machine, which has torch in a volume."""
-    manifest: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
+    manifest: dict[str, Any] = yaml.safe_load((EXAMPLES / name / "job.yaml").read_text())
     parts = torch_pod_parts()
     manifest["spec"]["trainer"] |= {"image": team.image, "env": parts["env"]}
     container = {"name": "node", "imagePullPolicy": "Never", "volumeMounts": parts["volumeMounts"]}
@@ -48,7 +49,7 @@ def example(team: Team) -> dict[str, Any]:
 @pytest.mark.usefixtures("storage_access")
 def test_the_example_trains_on_two_nodes_and_can_be_watched(team: Team, ended: Callable[[Job], Job]) -> None:
     cluster = team.cluster
-    manifest = example(team)
+    manifest = example(team, "gpt_stdlib")
     cluster.apply(manifest)
     job = ended(team.job(manifest["metadata"]["name"]))
     watch = subprocess.Popen(
@@ -80,6 +81,27 @@ def test_the_example_trains_on_two_nodes_and_can_be_watched(team: Team, ended: C
         "global_step300",
         "checkpointHistories.csv",
     }
+
+
+def test_an_elastic_pipeline_that_is_killed_goes_on_from_memory_at_the_shape_that_it_had(
+    team: Team, ended: Callable[[Job], Job]
+) -> None:
+    manifest = example(team, "elastic_pipeline")
+    trainer = manifest["spec"]["trainer"] | {"numProcPerNode": 2}
+    trainer["resourcesPerNode"]["requests"]["cpu"] = "1"
+    # A rule of which it is known that it freezes, and the kill comes when it has.
+    trainer["args"] += ["--epochs", "4", "--width", "16", "--rule", "gradients", "--alpha", "0.5", "--no-cache"]
+    trainer["args"] += ["--save-every", "10", "--crash-at-step", "102", "--crash-rank", "1"]
+    manifest["spec"]["trainer"] = trainer
+    team.cluster.apply(manifest)
+    job = ended(team.job(manifest["metadata"]["name"]))
+    status = job.wait_for_end()
+    (recovery,) = status["recoveries"]
+    assert (recovery["restoredTier"], recovery["resumedFromStep"]) == ("Memory", 100)
+    assert status["trainerStatus"]["globalStep"] == status["checkpoint"]["latestPersistedStep"] == 120
+    log = team.cluster.kubectl("logs", "-n", team.namespace, f"{job.name}-2-0", "-c", "node")
+    ((epoch, frozen),) = re.findall(r"epoch +(\d+) +(\d+) frozen +2 x 1 devices", log)
+    assert (int(epoch), int(frozen) > 0) == (3, True), "only the epoch of the kill, as two replicas of one device"
 
 
 def test_a_restart_on_the_same_nodes_restores_from_memory(team: Team, ended: Callable[[Job], Job]) -> None:

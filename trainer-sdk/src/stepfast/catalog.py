@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from stepfast.checksum import checksum
 from stepfast.commit import missing_references, read_manifest
@@ -27,7 +28,7 @@ from stepfast.layout import (
     step_folder,
     superseded_path,
 )
-from stepfast.references import Reference, from_metadata, part_of
+from stepfast.references import Reference, from_metadata, referred_file
 from stepfast.retention import abandoned, leftovers, steps_to_remove
 from stepfast.storage.base import Store
 from stepfast.tensorfile import Header, HeaderInvalid, header_bytes, parse_header
@@ -165,7 +166,10 @@ def check_references(store: Store, folder: str, manifest: Manifest, file: FileEn
     step, found = manifest.step, []
     references = read_references(store, folder, file, step)
     for path in sorted({reference.path for reference in references.values()}):
-        entry = referred_file(store, folder, manifest, path)
+        try:
+            entry = referred_file(path, manifest, partial(_read_record, store, folder, step))
+        except RecordInvalid as error:
+            raise _damaged(store, folder, path, step, f"step {step} refers to it: {error}") from error
         held = read_header(store, folder, entry, step).ranges
         names = [reference.name for reference in references.values() if reference.path == path]
         lost = next((name for name in names if name not in held), None)
@@ -176,31 +180,20 @@ def check_references(store: Store, folder: str, manifest: Manifest, file: FileEn
     return found
 
 
+def _read_record(store: Store, folder: str, step: int, path: str) -> bytes:
+    """An older step's, that the step refers to."""
+    try:
+        return store.read(join(folder, path))
+    except ObjectNotFound as error:
+        raise _damaged(store, folder, path, step, f"step {step} refers to it: {error}") from error
+
+
 def read_references(store: Store, folder: str, file: FileEntry, step: int) -> dict[str, Reference]:
     """What a data file's header says to be in older steps' files, by name. Raises CheckpointDamaged."""
     try:
         return from_metadata(read_header(store, folder, file, step).metadata)
     except RecordInvalid as error:
         raise _damaged(store, folder, file.path, step, str(error)) from error
-
-
-def referred_file(store: Store, folder: str, manifest: Manifest, path: str) -> FileEntry:
-    """A file of an older step that this one refers to, as that step's own part names it. Raises CheckpointDamaged."""
-    step, older = manifest.step, Reference(path=path, name="").step
-    record = manifest_path(older)
-    try:
-        found = read_manifest(store, folder, older) if older in manifest.refers else None
-        if found is None:
-            raise RecordInvalid(f"step {step} refers to step {older}, which is not committed")
-        ref = part_of(path, found)
-        record = ref.path
-        part = check_part(ref, store.read(join(folder, record)))
-    except (RecordInvalid, ObjectNotFound) as error:
-        raise _damaged(store, folder, record, step, str(error)) from error
-    for file in part.files:
-        if file.path == path:
-            return file
-    raise _damaged(store, folder, path, step, f"step {step} refers to it, and {record} names no such file")
 
 
 def read_file(store: Store, folder: str, file: FileEntry, step: int) -> Iterator[memoryview]:

@@ -7,10 +7,19 @@ step, and what a step needs is what its manifest lists (`layout.Manifest.refers`
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from stepfast.layout import Manifest, PartRef, RecordInvalid, parse_data_path
+from stepfast.layout import (
+    FileEntry,
+    Manifest,
+    PartRef,
+    RecordInvalid,
+    check_manifest,
+    check_part,
+    manifest_path,
+    parse_data_path,
+)
 
 REFERRED = "stepfast.referred"  # the key in the metadata of a file's header
 STATE_VERSION = 2  # of the description of a rank's state in its file
@@ -74,3 +83,18 @@ def part_of(path: str, manifest: Manifest) -> PartRef:
         if parsed.rank in part.ranks:
             return part
     raise RecordInvalid(f"step {manifest.step} has no rank {parsed.rank}")
+
+
+def referred_file(path: str, manifest: Manifest, read: Callable[[str], bytes]) -> FileEntry:
+    """An older step's file that this one refers to, as that step's own part names it.
+
+    `read` gives a record's bytes by its path. Raises RecordInvalid, and whatever `read` does.
+    """
+    older = Reference(path=path, name="").step
+    if older not in manifest.refers:
+        raise RecordInvalid(f"step {manifest.step} does not say that it refers to step {older}")
+    ref = part_of(path, check_manifest(read(manifest_path(older)), older))
+    for file in check_part(ref, read(ref.path)).files:
+        if file.path == path:
+            return file
+    raise RecordInvalid(f"{ref.path} names no such file")

@@ -28,7 +28,7 @@ from stepfast.layout import (
     manifest_path,
     step_folder,
 )
-from stepfast.references import REFERRING_VERSION, STATE_VERSION, Reference, from_metadata, part_of
+from stepfast.references import REFERRING_VERSION, STATE_VERSION, Reference, from_metadata, referred_file
 from stepfast.step import Tier
 from stepfast.torch import sharing, targets
 from stepfast.torch.dtypes import NATIVE, as_movable, parse_dtype
@@ -82,7 +82,7 @@ class StepReader:
         self._entries: dict[str, FileEntry] = {file.path: file for file in files}
         self._files: dict[str, VerifiedFile] = {}
         self._references: dict[str, Mapping[str, Reference]] = {}  # by the file that leaves them out
-        self._referred: dict[int, Manifest] = {}  # older steps
+        self._records: dict[str, bytes] = {}  # older steps'
         self._contents: dict[int, _Contents] = {}
         self.has_touched = False
         """Whether the caller's own tensors were written to: they are undefined when `read` failed since."""
@@ -253,29 +253,26 @@ class StepReader:
         if reference is None:
             raise self._damaged(path, f"tensor {name!r} is not in the file")
         if reference.path not in self._entries:
-            self._entries[reference.path] = self._referred_entry(reference)
+            self._entries[reference.path] = self._referred_entry(reference.path)
         found = self._file(reference.path).header.ranges.get(reference.name)
         if found is None:
             raise self._damaged(reference.path, f"tensor {reference.name!r} is not in the file")
         return (reference.path, *found)
 
-    def _referred_entry(self, reference: Reference) -> FileEntry:
-        """The file of an older step as that step's own part names it."""
-        path = manifest_path(reference.step)
+    def _referred_entry(self, path: str) -> FileEntry:
         try:
-            if reference.step not in self._referred:
-                if reference.step not in self.manifest.refers:
-                    raise RecordInvalid(f"step {self.step} does not say that it refers to it")
-                self._referred[reference.step] = check_manifest(read_record(self._source, path), reference.step)
-            ref = part_of(reference.path, self._referred[reference.step])
-            path = ref.path
-            part = check_part(ref, read_record(self._source, path))
-        except (RecordInvalid, ObjectNotFound) as error:
+            return referred_file(path, self.manifest, self._record)
+        except RecordInvalid as error:
             raise self._damaged(path, str(error)) from error
-        for file in part.files:
-            if file.path == reference.path:
-                return file
-        raise self._damaged(reference.path, f"{path} names no such file")
+
+    def _record(self, path: str) -> bytes:
+        """An older step's manifest or part, read once."""
+        if path not in self._records:
+            try:
+                self._records[path] = read_record(self._source, path)
+            except ObjectNotFound as error:
+                raise self._damaged(path, str(error)) from error
+        return self._records[path]
 
     def _prepare(self, rank: int, *, weights_only: bool) -> None:
         contents = self._open(rank)
