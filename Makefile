@@ -32,7 +32,7 @@ demo: venv
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test: venv
-	$(PYTEST)
+	$(NICE) $(PYTEST)
 
 # Cases that take long and vary others (tests/thorough.txt).
 test-thorough: venv programs images
@@ -51,10 +51,11 @@ programs: venv
 images: venv
 	@$(BIN)/python tests/cluster/cluster.py build-images || [ -z "$$CI" ]
 
-# What CI runs. What takes long to build is built beside what runs; a test that fails keeps none of the others from running.
+# What CI runs. A cluster's tests wait most of the time: the others run beside them, and give way to them.
 check: venv
 	$(MAKE) --jobs 2 lint programs
-	$(MAKE) --jobs 2 --keep-going test images; tested=$$?; $(MAKE) test-cluster && exit $$tested
+	$(MAKE) images
+	$(MAKE) --jobs 2 --keep-going --output-sync NICE="nice -n 5" test test-cluster
 
 lint: venv
 	$(BIN)/ruff check .
