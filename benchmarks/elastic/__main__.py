@@ -56,12 +56,15 @@ ELASTIC = Variant(name="elastic: all parts, default settings", arguments=("--mod
 VARIANTS = [
     PIPELINE,
     FULL,
-    Variant(name="DDP with the same freezing", arguments=("--mode", "elastic", "--length", "1")),
+    Variant(name="DDP with the same freezing", arguments=("--mode", "elastic", "--length", "1", "--no-cache")),
     ELASTIC,
     Variant(name="elastic without AutoPipe (nor AutoDP)", arguments=("--mode", "elastic", "--no-packing")),
     Variant(name="elastic without AutoDP", arguments=("--mode", "elastic", "--no-replicas")),
     Variant(name="elastic without AutoCache", arguments=("--mode", "elastic", "--no-cache")),
     Variant(name="elastic with the document's rule, α = 1/3", arguments=("--mode", "elastic", "--rule", "gradients")),
+    Variant(
+        name="elastic, all parts, of a model that fits on one device", arguments=("--mode", "elastic", "--length", "1")
+    ),
 ]
 
 HEAD = """# The elastic pipeline, part by part
@@ -123,16 +126,8 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 def _measured(case: Case, folder: Path, options: argparse.Namespace) -> dict[str, Runs]:
     weights = folder / f"{CASES.index(case)}.pt"
     if not weights.exists():
-        before = [
-            "--mode",
-            "pipeline",
-            "--length",
-            "1",
-            "--classes",
-            *map(str, case.known),
-            "--save-weights",
-            str(weights),
-        ]
+        known = ["--classes", *map(str, case.known)]
+        before = ["--mode", "pipeline", "--length", "1", *known, "--save-weights", str(weights)]
         _train(case, before, folder, options, seed=1000, ranks=1)
     found = {variant.name: Runs() for variant in VARIANTS}
     for seed in range(options.seeds):
