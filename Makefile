@@ -29,7 +29,7 @@ demo: venv
 
 # Two workers, because most of the suite waits; a file's tests stay together, in their order. A thread for each: two that
 # spin for work on a processor that they share take it from each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test: venv
 	$(NICE) $(PYTEST)
