@@ -35,6 +35,7 @@ from stepfast.torch.elastic_pipeline import (
     GradientNormRule,
     GradualUnfreezing,
     GuardedRule,
+    LateFreezing,
     MomentRule,
 )
 
@@ -50,10 +51,10 @@ def rule_of(args: argparse.Namespace) -> FreezingRule | None:
         "gradients": GradientNormRule(args.alpha),
         "moments": MomentRule(args.alpha),
         "guarded": GuardedRule(MomentRule(args.alpha)),
+        "late": LateFreezing(args.epochs),
         "unfreezing": GradualUnfreezing(epochs=max(1, 2 * args.epochs // 5)),
     }
-    default = ("unfreezing" if args.pretrained else "guarded") if args.mode == "elastic" else "none"
-    return rules[args.rule or default]
+    return rules[args.rule or ("late" if args.mode == "elastic" else "none")]
 
 
 def train(args: argparse.Namespace) -> None:
@@ -199,8 +200,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=["ddp", "pipeline", "elastic"], default="elastic")
     parser.add_argument(
         "--rule",
-        choices=["none", "gradients", "moments", "guarded", "unfreezing"],
-        help="default: what the mode asks for",
+        choices=["none", "gradients", "moments", "guarded", "late", "unfreezing"],
+        help="default: late in the elastic mode",
     )
     parser.add_argument(
         "--alpha", type=float, default=1 / 3, help="share of the active layers to freeze at once, at most"

@@ -12,6 +12,7 @@ from stepfast.torch.elastic_pipeline import (
     GradientNormRule,
     GradualUnfreezing,
     GuardedRule,
+    LateFreezing,
     LayerEvidence,
     MomentRule,
 )
@@ -138,6 +139,54 @@ def test_gradual_unfreezing_lets_layers_go_from_the_last_to_the_first() -> None:
         active = tuple(LayerEvidence(gradient_norm=1.0) for _ in range(14 - frozen[-1]))
         frozen.append(rule.frozen_layers(Evidence(epoch=epoch, frozen=frozen[-1], active=active)))
     assert frozen == [10, 7, 5, 2, 0, 3, 3]
+
+
+def late(rule: FreezingRule, metrics: Sequence[float | None], first_epoch: int = 0, frozen: int = 0) -> list[int]:
+    """How many of fourteen layers are frozen after each epoch."""
+    answers = []
+    for epoch, metric in enumerate(metrics, first_epoch):
+        active = tuple(LayerEvidence(gradient_norm=1.0) for _ in range(14 - frozen))
+        frozen = rule.frozen_layers(Evidence(epoch=epoch, frozen=frozen, active=active, metric=metric))
+        answers.append(frozen)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        pytest.param([0.5] * 10, [0] * 5 + [9, 9, 12, 13, 13], id="each time that half is over"),
+        pytest.param([None] * 12, [0] * 5 + [9, 9, 12, 13, 13, 13, 13], id="no metric, and more epochs than were said"),
+        pytest.param([0.5, 0.8, *[0.7] * 8], [0] * 5 + [9, 9, 0, 0, 0], id="a fall that lasts"),
+        pytest.param([0.8] * 6 + [0.7, 0.8, 0.7, 0.8], [0] * 5 + [9, 9, 12, 13, 13], id="falls that do not"),
+        pytest.param([0.8] * 6 + [0.785] * 4, [0] * 5 + [9, 9, 12, 13, 13], id="a fall within the tolerance"),
+    ],
+)
+def test_late_freezing(metrics: Sequence[float | None], expected: Sequence[int]) -> None:
+    assert late(LateFreezing(10), metrics) == expected
+
+
+def test_late_freezing_goes_on_from_its_state() -> None:
+    metrics = [0.5, 0.8, *[0.7] * 8]
+    expected = late(LateFreezing(10), metrics)
+    for split in range(len(metrics)):
+        first, second = LateFreezing(10), LateFreezing(10)
+        answers = late(first, metrics[:split])
+        second.load_state_dict(first.state_dict())
+        assert answers + late(second, metrics[split:], split, answers[-1] if answers else 0) == expected
+
+
+def test_late_freezing_may_begin_at_once_and_leaves_the_last_layer() -> None:
+    assert LateFreezing(10, begin=0.0, share=1.0).first_frozen(14) == 13
+    assert LateFreezing(10).first_frozen(14) == 0
+    assert LateFreezing(1, begin=0.0).first_frozen(1) == 0
+
+
+@pytest.mark.parametrize("options", [{"begin": 1.0}, {"begin": -0.1}, {"tolerance": -1.0}, {"patience": 0}])
+def test_late_freezing_refuses_what_makes_no_sense(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"at least"):
+        LateFreezing(10, **options)
+    with pytest.raises(ValueError, match="epochs"):
+        LateFreezing(0)
 
 
 def test_guarded_rule_says_that_it_needs_a_metric() -> None:

@@ -10,6 +10,7 @@ from stepfast.torch.elastic_pipeline.freezing import (
     GradientNormRule,
     GradualUnfreezing,
     GuardedRule,
+    LateFreezing,
     LayerEvidence,
     MomentRule,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "GradientNormRule",
     "GradualUnfreezing",
     "GuardedRule",
+    "LateFreezing",
     "Layer",
     "LayerEvidence",
     "MomentRule",

@@ -138,6 +138,59 @@ class GradualUnfreezing(_Stateless):
             self._then.load_state_dict(state["then"])
 
 
+class LateFreezing:
+    """Freezes the first layers when most of the training is over; all train again for good where the metric falls.
+
+    The first layers settle first, and late steps move them little where the learning rate decays (as FreezeOut has it:
+    Brock et al., 2017). When `begin` of the epochs are over, `share` of the layers are frozen, and the same share of
+    those that still train each time that half of what was left is over.
+
+    epochs: of the training. tolerance: by how much the metric may lie below its best from before, so many questions one
+    after the other (`patience`) at most; where no metric is given, nothing thaws.
+    """
+
+    def __init__(
+        self, epochs: int, *, begin: float = 0.6, share: float = 2 / 3, tolerance: float = 0.02, patience: int = 2
+    ) -> None:
+        if epochs < 1 or patience < 1:
+            raise ValueError(f"epochs and patience are at least 1, not {epochs} and {patience}")
+        if not 0 <= begin < 1 or tolerance < 0:
+            raise ValueError(f"0 <= begin < 1, and tolerance is at least 0: not {begin} and {tolerance}")
+        self._epochs, self._begin, self._share = epochs, begin, checked_share(share)
+        self._tolerance, self._patience = tolerance, patience
+        self._best: float | None = None  # while all layers trained
+        self._below = 0  # questions one after the other
+        self._has_thawed = False
+
+    def first_frozen(self, layers: int) -> int:
+        return self._due(0, layers)
+
+    def frozen_layers(self, evidence: Evidence) -> int:
+        metric = evidence.metric
+        if metric is not None and not evidence.frozen:
+            self._best = metric if self._best is None else max(self._best, metric)
+        elif metric is not None and self._best is not None:
+            self._below = self._below + 1 if metric < self._best - self._tolerance else 0
+            self._has_thawed |= self._below >= self._patience
+        return 0 if self._has_thawed else self._due(evidence.epoch + 1, evidence.layers)
+
+    def _due(self, epochs: int, layers: int) -> int:
+        """How many layers are frozen when so many epochs are over."""
+        frozen, share_over = 0, self._begin
+        while epochs >= share_over * self._epochs - 1e-9:  # but for what the floating point makes of it
+            more = min(int(self._share * (layers - frozen)), layers - 1 - frozen)
+            if not more:
+                break
+            frozen, share_over = frozen + more, (1 + share_over) / 2
+        return frozen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "below": self._below, "hasThawed": self._has_thawed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best, self._below, self._has_thawed = state["best"], state["below"], state["hasThawed"]
+
+
 class GuardedRule:
     """Another rule, which is asked where the validation metric does not gain, and whose freezing is undone if it costs.
 

@@ -11,6 +11,7 @@ from stepfast.torch.elastic_pipeline.shape import Shape
 from stepfast.torch.elastic_pipeline.timing import best_seconds
 
 _MOST_PER_DEVICE = 6  # PipeTransformer, section 4.1
+_CLEARLY_SLOWER = 1.25
 
 
 class Schedule(StrEnum):
@@ -63,15 +64,21 @@ class MicroBatches:
 
 
 def fastest(candidates: Sequence[int], attempt: Callable[[int], None], messages: Messages) -> int:
-    """The candidate whose slowest rank is the fastest; every rank calls it alike, and gets the same."""
+    """The candidate whose slowest rank is the fastest; every rank calls it alike, and gets the same.
+
+    candidates: rising.
+    """
     if len(candidates) == 1:
         return candidates[0]
-    seconds = []
+    best, least = candidates[0], float("inf")
     for candidate in candidates:
         attempt(candidate)  # a first time, which connects ranks and allocates
-        seconds.append(best_seconds(partial(attempt, candidate)))
-    slowest = messages.largest(seconds)
-    return candidates[slowest.index(min(slowest))]
+        seconds = messages.largest([best_seconds(partial(attempt, candidate))])[0]
+        if seconds > _CLEARLY_SLOWER * least:
+            break  # the pipeline has filled: more of them only cost more
+        if seconds < least:
+            best, least = candidate, seconds
+    return best
 
 
 def micro_batch_counts(samples: int, least: int, most: int, *, devices: int, schedule: Schedule) -> list[int]:
