@@ -58,7 +58,9 @@ VARIANTS = [
     FULL,
     Variant(name="DDP with the same freezing", arguments=("--mode", "elastic", "--length", "1", "--no-cache")),
     ELASTIC,
-    Variant(name="elastic without AutoPipe (nor AutoDP)", arguments=("--mode", "elastic", "--no-packing")),
+    Variant(
+        name="elastic without AutoPipe (nor AutoDP)", arguments=("--mode", "elastic", "--no-packing", "--no-replicas")
+    ),
     Variant(name="elastic without AutoDP", arguments=("--mode", "elastic", "--no-replicas")),
     Variant(name="elastic without AutoCache", arguments=("--mode", "elastic", "--no-cache")),
     Variant(name="elastic with the document's rule, α = 1/3", arguments=("--mode", "elastic", "--rule", "gradients")),

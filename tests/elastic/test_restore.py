@@ -19,6 +19,7 @@ from stepfast.torch.elastic_pipeline import ElasticPipeline, Evidence, MomentRul
 from stepfast.torch.rng import get_rng_state, set_rng_state
 from trainings import (
     BATCH,
+    EPOCHS,
     WIDTH,
     Outcome,
     Training,
@@ -27,49 +28,67 @@ from trainings import (
     distance,
     go_on,
     loss,
+    make_convolving,
+    make_late,
     make_random,
     outcome_of,
     random_blocks,
     tensors_of,
     train_alone,
     train_to,
+    worsening,
 )
 
 
 def train_and_go_back(make: Callable[[], Any]) -> list[tuple[int, int, int]]:
-    """Trains, then goes back to each step and trains from there anew: the ends are equal, bit for bit."""
+    """Trains, then goes back to each step, and to the end of each epoch, and trains from there anew: the ends are
+    equal, bit for bit."""
     torch.manual_seed(dist.get_rank())
     pipeline, scheduler, network, optimizer = make()
-    states = {}
+    states = []
     shapes = []
-    for step in go_on(pipeline, scheduler):
+
+    def note() -> None:
         own = {"pipeline": pipeline.state_dict(), "scheduler": scheduler.state_dict(), "rng": get_rng_state()}
-        states[step] = copy.deepcopy(own)
-        shapes.append((pipeline.shape.frozen, pipeline.shape.length, pipeline.shape.replicas))
+        states.append(copy.deepcopy(own))
+
+    for _ in pipeline.epochs(EPOCHS):
+        for _ in pipeline.steps():
+            scheduler.step()
+            note()
+            shapes.append((pipeline.shape.frozen, pipeline.shape.length, pipeline.shape.replicas))
+        pipeline.adapt(worsening(pipeline))
+        note()
     expected = tensors_of(network, optimizer)
-    for step in states:
+    for state in states:
         pipeline, scheduler, network, optimizer = make()
-        pipeline.load_state_dict(copy.deepcopy(states[step]["pipeline"]))
-        scheduler.load_state_dict(states[step]["scheduler"])
-        set_rng_state(states[step]["rng"])
+        pipeline.load_state_dict(copy.deepcopy(state["pipeline"]))
+        scheduler.load_state_dict(state["scheduler"])
+        set_rng_state(state["rng"])
         for _ in go_on(pipeline, scheduler):
             pass
         found = tensors_of(network, optimizer)
         assert found.keys() == expected.keys()
-        assert [name for name in found if not torch.equal(found[name], expected[name])] == [], step
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == [], pipeline.step
     return shapes
 
 
+STEADILY = [(0, 4, 1), (3, 2, 2), (6, 1, 4), (1, 4, 1)]
+LATE = [(5, 2, 2), (5, 2, 2), (7, 1, 4), (0, 4, 1)]
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "epochs"),
     [
-        pytest.param(make_random, id="random samples"),
-        pytest.param(partial(make_random, data, cache=True), id="activations from the cache"),
+        pytest.param(make_random, STEADILY, id="random samples"),
+        pytest.param(partial(make_random, data, cache=True), STEADILY, id="activations from the cache"),
+        pytest.param(partial(make_late, cache=False), LATE, id="frozen at first, and fewer samples than replicas"),
+        pytest.param(partial(make_late, cache=True), LATE, id="the same, activations from the cache"),
+        pytest.param(make_convolving, [(0, 1, 4)] * 4, id="channels last"),
     ],
 )
-def test_every_step_can_be_gone_back_to(make: Callable[[], Any]) -> None:
-    shapes = run_gang(4, train_and_go_back, make)[0]
-    assert [shapes[step - 1] for step in (1, 4, 7, 10)] == [(0, 4, 1), (3, 2, 2), (6, 1, 4), (1, 4, 1)]
+def test_every_step_can_be_gone_back_to(make: Callable[[], Any], epochs: list[tuple[int, int, int]]) -> None:
+    assert run_gang(4, train_and_go_back, make)[0][::3] == epochs
 
 
 PLAIN = Training(model=blocks, steps=10, changes={2: 4, 8: 5}, options={"length": 2, "micro_batches": 1})
@@ -108,7 +127,7 @@ def wide() -> nn.Sequential:
     )
 
 
-WIDE = Training(model=wide, options={"length": 2, "micro_batches": 1})
+WIDE = Training(model=wide, options={"length": 2, "micro_batches": 1, "cache": False})
 
 
 def train_half_frozen(folder: Path, attempt: int) -> tuple[int, dict[str, torch.Tensor]]:

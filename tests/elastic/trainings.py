@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from stepfast.torch.elastic_pipeline import ElasticPipeline, Evidence, split
+from stepfast.torch.elastic_pipeline import ElasticPipeline, Evidence, LateFreezing, split
 from stepfast.torch.elastic_pipeline.order import SampleOrder
 
 WIDTH = 6
@@ -299,13 +299,47 @@ def make_random(
     return pipeline, scheduler, network, optimizer
 
 
+# ---- one that begins with frozen layers, which thaw; its epochs' last batch has fewer samples than there are replicas
+
+
+def make_late(**options: Any) -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
+    """As `make_random`."""
+    network, optimizer, scheduler = Training(model=blocks).make()
+    pipeline = ElasticPipeline(
+        network, optimizer, loss, data=data(), batch_size=21, rule=LateFreezing(EPOCHS, begin=0.0), length=4,
+        device_bytes=3 * 174 * 8, micro_batches=1, **options,
+    )  # fmt: skip
+    return pipeline, scheduler, network, optimizer
+
+
+# ---- one whose weights do not lie in memory as they are written
+
+
+def convolving() -> nn.Sequential:
+    """Of samples as images of 3x1x2."""
+    stem = nn.Sequential(nn.Unflatten(1, (3, 1, 2)), nn.Conv2d(3, 4, 3, padding=1), nn.Flatten())
+    return nn.Sequential(stem, nn.Linear(8, WIDTH)).to(memory_format=torch.channels_last)
+
+
+def make_convolving() -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
+    """As `make_random`."""
+    training = Training(model=convolving, options={"length": 1, "micro_batches": 1})
+    network, optimizer, scheduler = training.make()
+    return training.pipeline(network, optimizer), scheduler, network, optimizer
+
+
 def go_on(pipeline: ElasticPipeline, scheduler: Any, epochs: int = EPOCHS) -> Iterator[int]:
     """Trains until so many epochs are over; yields after each step, ahead of what happens at its epoch's end."""
     for _ in pipeline.epochs(epochs):
         for step in pipeline.steps():
             scheduler.step()
             yield step.number
-        pipeline.adapt()
+        pipeline.adapt(worsening(pipeline))
+
+
+def worsening(pipeline: ElasticPipeline) -> float:
+    """A validation metric that falls epoch by epoch."""
+    return -float(pipeline.epoch)
 
 
 def tensors_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stepfast.lentfile import MAX_LENT_BYTES
 from stepfast.torch.elastic_pipeline.cache import RECORD_BYTES, ActivationCache, Memory, Prefix, SamplesAreRandom
 from stepfast.torch.elastic_pipeline.groups import Messages
 from stepfast.torch.elastic_pipeline.layers import Layer
@@ -62,17 +63,18 @@ class AutoCache:
         """Takes up what was decided; the layers have other weights from now on."""
         self.covers, self._cached_layers = covers, 0
 
-    def is_used(self, numbers: Sequence[int], inputs: Value | None) -> bool:
+    def is_used(self, numbers: Sequence[int], inputs: Value | None, *, is_first: bool) -> bool:
         """Whether first devices are given activations in this step; every rank asks alike, ahead of each step.
 
-        numbers, inputs: this rank's samples, if it is a first device. Decided with the first step after a change.
+        numbers, inputs: this rank's samples, if it is a first device and has any in this batch. Decided with the first
+        step after a change.
         """
         if not self._is_begun:
             self._is_begun = True
             covered = 0
             if self.covers.get(self._frozen, self._policy is not False) and not self._samples.is_random:
-                self._begin(inputs)
-                covered = self._decide(numbers, inputs)
+                self._begin(is_first=is_first)
+                covered = self._decide(numbers, inputs, is_first=is_first)
             if covered < self.covers.get(self._frozen, 0):
                 log.warning(
                     "stepfast: there is room for the activations of %s samples, where there was for %s: results may "
@@ -102,14 +104,14 @@ class AutoCache:
 
     # ------------------------------------------------------------ decisions
 
-    def _begin(self, inputs: Value | None) -> None:
+    def _begin(self, *, is_first: bool) -> None:
         """Memory for all samples, as far as there is any; and a new generation where this is a first device."""
         if not self._has_asked:
             self._has_asked = True
-            row_bytes = 0.0 if inputs is None else float(self._row_bytes())
+            row_bytes = float(self._row_bytes()) if is_first else 0.0
             wanted = int(self._messages.largest([row_bytes])[0]) * self._samples.size
-            self._memory = self._ask_for_memory(wanted) if wanted else None
-        if inputs is None or self._memory is None:
+            self._memory = self._ask_for_memory(min(wanted, MAX_LENT_BYTES)) if wanted else None
+        if not is_first or self._memory is None:
             return
         if self._cache is None:
             self._cache = ActivationCache(self._memory, self._samples.size)
@@ -120,12 +122,16 @@ class AutoCache:
         )  # fmt: skip
         self._cached_layers = self._frozen
 
-    def _decide(self, numbers: Sequence[int], inputs: Value | None) -> int:
+    def _decide(self, numbers: Sequence[int], inputs: Value | None, *, is_first: bool) -> int:
         """How many samples the cache is used for: as many as every node has room for, or none."""
         computing = reading = obstacle = 0.0
         room = self.covers.get(self._frozen, self._samples.size)
-        if inputs is not None:
-            if self._cache is None or not self._cache.covered or self._is_refuted or self._draws(inputs):
+        if is_first:
+            if self._cache is None or not self._cache.covered or self._is_refuted:
+                obstacle = 1.0
+            elif inputs is None:
+                pass  # of this batch others have all samples: they try it
+            elif self._draws(inputs):
                 obstacle = 1.0
             elif self._policy is None and self._frozen not in self.covers:
                 cache, frozen = self._cache, self._run(0, self._frozen)

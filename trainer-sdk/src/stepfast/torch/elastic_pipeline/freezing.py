@@ -6,6 +6,7 @@ needs no further word. Its `state_dict` is part of the checkpoint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -114,7 +115,7 @@ class GradualUnfreezing(_Stateless):
     """
 
     def __init__(self, share: float = 0.75, epochs: int = 5, *, then: FreezingRule | None = None) -> None:
-        self._share = checked_share(share)
+        self._share = checked_share(share, "share")
         if epochs < 1:
             raise ValueError(f"epochs is at least 1, not {epochs}")
         self._epochs, self._then = epochs, then
@@ -156,9 +157,9 @@ class LateFreezing:
             raise ValueError(f"epochs and patience are at least 1, not {epochs} and {patience}")
         if not 0 <= begin < 1 or tolerance < 0:
             raise ValueError(f"0 <= begin < 1, and tolerance is at least 0: not {begin} and {tolerance}")
-        self._epochs, self._begin, self._share = epochs, begin, checked_share(share)
+        self._epochs, self._begin, self._share = epochs, begin, checked_share(share, "share")
         self._tolerance, self._patience = tolerance, patience
-        self._best: float | None = None  # while all layers trained
+        self._best: float | None = None  # while all layers trained; where some never did, the first
         self._below = 0  # questions one after the other
         self._has_thawed = False
 
@@ -167,10 +168,11 @@ class LateFreezing:
 
     def frozen_layers(self, evidence: Evidence) -> int:
         metric = evidence.metric
-        if metric is not None and not evidence.frozen:
-            self._best = metric if self._best is None else max(self._best, metric)
+        if metric is not None and (self._best is None or not evidence.frozen):
+            if not math.isnan(metric):
+                self._best = metric if self._best is None else max(self._best, metric)
         elif metric is not None and self._best is not None:
-            self._below = self._below + 1 if metric < self._best - self._tolerance else 0
+            self._below = 0 if metric >= self._best - self._tolerance else self._below + 1
             self._has_thawed |= self._below >= self._patience
         return 0 if self._has_thawed else self._due(evidence.epoch + 1, evidence.layers)
 
@@ -217,7 +219,8 @@ class GuardedRule:
     def frozen_layers(self, evidence: Evidence) -> int:
         if evidence.metric is None:
             raise ValueError("GuardedRule needs a validation metric: adapt(metric)")
-        has_gained = self._best is None or evidence.metric > self._best + self._min_gain
+        is_number = not math.isnan(evidence.metric)
+        has_gained = is_number and (self._best is None or evidence.metric > self._best + self._min_gain)
         self._without_gain = 0 if has_gained else self._without_gain + 1
         if has_gained:
             self._best = evidence.metric
@@ -256,8 +259,8 @@ class GuardedRule:
         self._doubt, self._trial = state["doubt"], state["trial"]
 
 
-def checked_share(alpha: float) -> float:
+def checked_share(value: float, name: str = "alpha") -> float:
     """Raises ValueError."""
-    if not 0 < alpha <= 1:
-        raise ValueError(f"alpha is the share of the active layers to freeze at most: 0 < alpha <= 1, not {alpha}")
-    return alpha
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} is a share of the layers: 0 < {name} <= 1, not {value}")
+    return value

@@ -92,7 +92,7 @@ class Gradients:
 
     def take_up(self, steps: int, squares: Mapping[int, torch.Tensor]) -> None:
         """Goes on from what `noted` said."""
-        self._steps, self._squares = steps, dict(squares)
+        self._steps, self._squares = steps, dict(squares) if steps else {}
 
     def mean_squares(self) -> dict[int, float]:
         """The mean over the noted steps of each layer's squared 2-norm; and forgets them."""

@@ -12,6 +12,7 @@ from stepfast.torch.elastic_pipeline.timing import best_seconds
 
 _MOST_PER_DEVICE = 6  # PipeTransformer, section 4.1
 _CLEARLY_SLOWER = 1.25
+_SLOWER_AT_MOST = 2  # one alone may be a hiccup
 
 
 class Schedule(StrEnum):
@@ -39,18 +40,20 @@ class MicroBatches:
         """None: it is not tried yet."""
         return self._per_device * shape.length if self._per_device is not None else self.found.get(shape.length)
 
-    def choose(self, shape: Shape, samples: int, attempt: Callable[[int], None], messages: Messages) -> int:
+    def choose(
+        self, shape: Shape, samples: int, attempt: Callable[[int], None], messages: Messages, *, trains: bool
+    ) -> int:
         """For a batch of so many samples of this replica; every rank calls it alike.
 
-        attempt: the passes of a step with as many micro-batches, which leave no trace.
+        attempt: the passes of a step with as many micro-batches, which leave no trace. trains: not a rank that rests.
         """
         wanted = self.known(shape)
         if wanted is None:
-            share = self._batch_size // shape.replicas
+            share = max(1, self._batch_size // shape.replicas)
             candidates = micro_batch_counts(
                 share, shape.length, _MOST_PER_DEVICE * shape.length, devices=shape.length, schedule=self._schedule
             )
-            if messages.sum([float(samples < share)])[0]:
+            if len(candidates) > 1 and messages.sum([float(trains and samples < share)])[0]:
                 wanted = candidates[0]  # the last batch of an epoch says little of the others
             else:
                 wanted = fastest(candidates, lambda count: attempt(self._nearest(shape, samples, count)), messages)
@@ -71,10 +74,12 @@ def fastest(candidates: Sequence[int], attempt: Callable[[int], None], messages:
     if len(candidates) == 1:
         return candidates[0]
     best, least = candidates[0], float("inf")
+    slower = 0  # one after the other
     for candidate in candidates:
         attempt(candidate)  # a first time, which connects ranks and allocates
         seconds = messages.largest([best_seconds(partial(attempt, candidate))])[0]
-        if seconds > _CLEARLY_SLOWER * least:
+        slower = slower + 1 if seconds > _CLEARLY_SLOWER * least else 0
+        if slower == _SLOWER_AT_MOST:
             break  # the pipeline has filled: more of them only cost more
         if seconds < least:
             best, least = candidate, seconds

@@ -43,6 +43,7 @@ class Residence:
         self._tensors = [list(_tensors_of(layer)) for layer in layers]
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._trained = {id(parameter) for group in self._groups for parameter in group}
+        self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._resting: dict[int, State] = {}  # by the parameter's identity
         known = {id(item.tensor) for items in self._tensors for item in items}
         if self._trained - known:
@@ -141,23 +142,20 @@ class Residence:
             self._optimizer.state[parameter] = state
         state = self._optimizer.state.get(parameter)
         if state is not None:
+            group = self._group_of[id(parameter)]
             for key, value in state.items():
-                if _is_like(value, parameter):
+                # As torch's Optimizer.load_state_dict: steps are counted on the host, but by these.
+                if isinstance(value, torch.Tensor) and (key != "step" or group.get("fused") or group.get("capturable")):
                     state[key] = value.to(self.device)
 
     def _rest(self, parameter: nn.Parameter, *, is_kept: bool) -> None:
         state = self._optimizer.state.pop(parameter, None) or self._resting.pop(id(parameter), None)
         if state is not None and is_kept:
             self._resting[id(parameter)] = {
-                key: value.cpu() if _is_like(value, parameter) else value for key, value in state.items()
+                key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()
             }
 
 
 def _tensors_of(layer: Layer) -> Iterator[_Tensor]:
     for own, tensor in (*layer.module.named_parameters(), *layer.module.named_buffers()):
         yield _Tensor(layer.names[own], tensor, tensor.shape)
-
-
-def _is_like(value: Any, parameter: nn.Parameter) -> bool:
-    """Whether it belongs where the parameter is. Numbers, such as Adam's step, stay where the optimizer put them."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and parameter.dim() > 0

@@ -21,14 +21,14 @@ from stepfast.environment import read_environment
 from stepfast.torch.elastic_pipeline.autocache import AutoCache
 from stepfast.torch.elastic_pipeline.cache import Memory
 from stepfast.torch.elastic_pipeline.evidence import gather
+from stepfast.torch.elastic_pipeline.formation import Formation
 from stepfast.torch.elastic_pipeline.freezing import FreezingRule
-from stepfast.torch.elastic_pipeline.gradients import Gradients
-from stepfast.torch.elastic_pipeline.groups import Messages, ShapeGroups
+from stepfast.torch.elastic_pipeline.groups import Messages
 from stepfast.torch.elastic_pipeline.layers import split
 from stepfast.torch.elastic_pipeline.microbatches import MicroBatches, Schedule
 from stepfast.torch.elastic_pipeline.order import SampleOrder
 from stepfast.torch.elastic_pipeline.planning import ShapePlan
-from stepfast.torch.elastic_pipeline.replica import Loss, Replica
+from stepfast.torch.elastic_pipeline.replica import Loss
 from stepfast.torch.elastic_pipeline.residence import Residence
 from stepfast.torch.elastic_pipeline.samples import Collate, Samples, Share
 from stepfast.torch.elastic_pipeline.shape import Shape
@@ -41,13 +41,12 @@ from stepfast.torch.elastic_pipeline.transfer import (
 )
 from stepfast.torch.elastic_pipeline.values import mapped
 from stepfast.torch.objects import OpenMemory
-from stepfast.torch.rng import rng_state_kept
 from stepfast.torch.sharedmemory import open_shared
 
 Metric = Callable[[Any, Any], torch.Tensor]  # (output, target) → the mean over the samples
 
 _CACHE_NAME = "activations"
-_VERSION = 1  # of the state
+_VERSION = 2  # of the state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,8 @@ class ElasticPipeline:
             rest holds replicas. 1: data parallelism alone.
         schedule: "gpipe", "1f1b" or "interleaved", with `stages_per_device` then.
         rule: when layers are frozen. None: never.
-        packs: whether the pipeline becomes shorter (AutoPipe). replicates: whether replicas are added (AutoDP).
+        packs: whether the pipeline becomes shorter (AutoPipe); where fewer layers train than it has devices it does
+            anyway. replicates: whether replicas are added (AutoDP).
         device_bytes: parameters (frozen ones at a sixth) that a device may hold when the pipeline is packed; None: as
             many as the fullest held when nothing was frozen.
         micro_batches: into which a replica's batch is divided, for each device of the pipeline (as near as they can
@@ -150,6 +150,7 @@ class ElasticPipeline:
         self._is_warm = False
         self._done = 0  # steps, since the beginning
         self._epoch = self._place = 0  # epochs that are over; steps that are done of this one
+        self._asked_after: int | None = None  # that step
         self._loss_sum, self._loss_steps = torch.zeros((), dtype=torch.float64, device=self._residence.device), 0
         spread(self._residence, self._shape, rank=self._rank)
         self._take_shape()
@@ -211,14 +212,16 @@ class ElasticPipeline:
     def adapt(self, metric: float | None = None) -> bool:
         """Asks the rule, and takes the shape that follows from its answer; whether that is another one.
 
-        To be called at the end of an epoch. metric: of validation; higher is better.
+        To be called at the end of an epoch. metric: of validation; higher is better. A rule is asked once after a step:
+        where what was saved after the question is restored, it has been asked.
         """
-        if self._rule is None:
+        if self._rule is None or self._asked_after == self._done:
             return False
         evidence = gather(
-            self._residence, self._shape, self._gradients, self._optimizer, self._messages,
+            self._residence, self._shape, self._formation.gradients, self._optimizer, self._messages,
             rank=self._rank, epoch=self._epoch, metric=metric,
         )  # fmt: skip
+        self._asked_after = self._done
         frozen = self._messages.from_first(self._rule.frozen_layers(evidence))
         if not 0 <= frozen < self._shape.layers:
             raise ValueError(f"the rule froze {frozen} of {self._shape.layers} layers: the last one must train")
@@ -230,7 +233,7 @@ class ElasticPipeline:
 
     def take(self, shape: Shape) -> None:
         """Takes that shape; weights, optimizer state and the frozen boundary move, and nothing is lost."""
-        self._leave_shape()
+        self._formation.close()
         before, self._shape = self._shape, shape
         reshape(self._residence, before, shape, rank=self._rank, messages=self._messages)
         self._take_shape()
@@ -256,9 +259,9 @@ class ElasticPipeline:
         try:
             for share in self._shares(samples, 0, batches):
                 count = len(share.numbers)
-                if self._replica is None or not count:
+                if self._formation.replica is None or not count:
                     continue
-                output = self._replica.output(self._placed(share.inputs), count)
+                output = self._formation.replica.output(self._placed(share.inputs), count)
                 if output is not None:
                     total += float(metric(output, self._placed(share.targets))) * count
         finally:
@@ -282,7 +285,7 @@ class ElasticPipeline:
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of all there is to go on from, in its own memory: each layer is in one rank's."""
         owners = self._shape.owners(self._sizes)
-        noted, squares = self._gradients.noted()
+        noted, squares = self._formation.gradients.noted()
         return {
             "version": _VERSION,
             "step": self._done,
@@ -292,7 +295,9 @@ class ElasticPipeline:
             "shape": self._shape.to_document(),
             "microBatches": dict(self._micro_batches.found),
             "cacheCovers": dict(self._cache.covers),
-            "rule": self._rule.state_dict() if self._rule is not None else None,
+            "rule": _rule_state(self._rule),
+            "askedAfter": self._asked_after,
+            "loss": {"sum": self._loss_sum, "steps": self._loss_steps},
             "groups": [_without_parameters(group) for group in self._optimizer.param_groups],
             "notedSteps": noted,
             "layers": {
@@ -338,23 +343,24 @@ class ElasticPipeline:
         saved = Shape.from_document(common["shape"])
         items = {layer: item for state in states for layer, item in state["layers"].items()}
         given = {layer: LayerState(tensors=item["tensors"], states=item["optimizer"]) for layer, item in items.items()}
-        self._leave_shape()
+        self._formation.close()
         self._frozen_since = []  # other bytes
         self._shape = saved if saved.world_size == self._world_size else self.shape_for(saved.frozen)
         gather_layers(self._residence, given, self._shape, rank=self._rank, messages=self._messages)
         self._done, self._epoch, self._place = common["step"], common["epoch"], common["place"]
-        self._loss_sum.zero_()
-        self._loss_steps = 0
+        self._asked_after = common["askedAfter"]
+        self._loss_sum.fill_(sum((float(state["loss"]["sum"]) for state in states), 0.0))
+        self._loss_steps = common["loss"]["steps"]
         self._is_warm = True
         self._micro_batches.found = dict(common["microBatches"])
         self._cache.restore(dict(common["cacheCovers"]))
         for group, values in zip(self._optimizer.param_groups, common["groups"], strict=True):
             group.update(values)
         if self._rule is not None and common["rule"] is not None:
-            self._rule.load_state_dict(common["rule"])
+            self._rule.load_state_dict(common["rule"]["state"])
         self._take_shape()
         squares = {layer: item["square"] for layer, item in items.items() if item["square"] is not None}
-        self._gradients.take_up(common["notedSteps"], self._all_squares(squares))
+        self._formation.gradients.take_up(common["notedSteps"], self._all_squares(squares))
 
     def _misfit(self, state: Mapping[str, Any]) -> str:
         """Why it is not this training's state; nothing if it is."""
@@ -366,6 +372,9 @@ class ElasticPipeline:
             return f"the optimizer had {groups} groups, and has {len(self._optimizer.param_groups)} now"
         if (layers := state["shape"]["stages"][-1][1]) != len(self._sizes):
             return f"it was saved with {layers} layers, and there are {len(self._sizes)}"
+        saved, own = state["rule"], _rule_state(self._rule)
+        if saved is not None and own is not None and saved["kind"] != own["kind"]:
+            return f"it was saved with the rule {saved['kind']}, which is {own['kind']} now"
         return ""
 
     def _all_squares(self, own: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -385,7 +394,7 @@ class ElasticPipeline:
         return self._shares(self._samples, self._epoch, [self._order.batch(order, step).tolist() for step in left])
 
     def _shares(self, samples: Samples, epoch: int, batches: Sequence[Sequence[int]]) -> Iterator[Share]:
-        place, replica = self._shape.place(self._rank), self._replica
+        place, replica = self._shape.place(self._rank), self._formation.replica
         return samples.shares(
             epoch, batches, replica=None if place is None else place.replica, replicas=self._shape.replicas,
             inputs=replica is not None and replica.is_first, targets=replica is not None and replica.is_last,
@@ -395,63 +404,43 @@ class ElasticPipeline:
         return mapped(value, lambda tensor: tensor.to(self._residence.device, non_blocking=True))
 
     def _train(self, share: Share) -> None:
+        formation = self._formation
         samples, inputs, targets = len(share.numbers), share.inputs, self._placed(share.targets)
-        is_cached = self._is_warm and self._cache.is_used(share.numbers, inputs)
+        is_first = formation.replica is not None and formation.replica.is_first
+        is_cached = self._is_warm and self._cache.is_used(share.numbers, inputs, is_first=is_first)
         if is_cached and inputs is not None:
             inputs = self._cache.activations(share.numbers, inputs)
         inputs = self._placed(inputs)
         batch = min(self._order.batch_size, self._samples.size - self._place * self._order.batch_size)
 
         def passes(count: int, weight: float) -> torch.Tensor | None:
-            if self._replica is None:
+            if formation.replica is None:
                 return None
-            return self._replica.forward_backward(inputs, targets, samples, count, weight=weight, is_cached=is_cached)
+            return formation.replica.forward_backward(
+                inputs, targets, samples, count, weight=weight, is_cached=is_cached
+            )
+
+        def attempt(count: int) -> None:
+            formation.attempt(partial(passes, count, 1.0), count)
 
         count = self._micro_batches.choose(
-            self._shape, samples, lambda count: self._try(partial(passes, count, 1.0), count), self._messages
+            self._shape, samples, attempt, self._messages, trains=formation.replica is not None
         )
-        if self._replica is not None:
-            self._gradients.begin(count)
+        if formation.replica is not None:
+            formation.gradients.begin(count)
             if samples:
                 loss = passes(count, samples / batch)
                 if loss is not None:
                     self._loss_sum += loss
-            self._gradients.finish()
+            formation.gradients.finish()
         if self._max_gradient_norm is not None:
-            self._clip(self._max_gradient_norm)
+            formation.clip_gradients(self._max_gradient_norm)
         if self._rule is not None:
-            self._gradients.note_norms()
+            formation.gradients.note_norms()
         self._optimizer.step()
-        self._share_buffers()
+        formation.share_buffers()
         self._loss_steps += 1
         self._is_warm = True
-
-    def _try(self, passes: Callable[[], object], count: int) -> None:
-        """The passes of a step with so many micro-batches, which leave no trace."""
-        buffers = [buffer for layer in self._residence.held for buffer in self._residence.buffers(layer)]
-        before = [buffer.clone() for buffer in buffers]
-        with rng_state_kept():
-            self._gradients.begin(count)
-            passes()
-            self._gradients.finish()
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
-
-    def _clip(self, limit: float) -> None:
-        square = self._gradients.square_sum().to(self._residence.device)
-        if self._groups.replica is not None:
-            dist.all_reduce(square, group=self._groups.replica)
-        self._gradients.scale(float(torch.clamp(limit / (square.sqrt() + 1e-6), max=1.0)))
-
-    def _share_buffers(self) -> None:
-        """Replicas go on with the first one's running statistics, as DistributedDataParallel's do."""
-        if self._groups.device is None:
-            return
-        source = self._shape.ranks_of_device(self._rank % self._shape.block)[0]
-        for layer in sorted(self._shape.active_of(self._rank)):
-            for buffer in self._residence.buffers(layer):
-                if buffer.is_floating_point():
-                    dist.broadcast(buffer, src=source, group=self._groups.device)
 
     # ------------------------------------------------------------ shapes
 
@@ -460,19 +449,7 @@ class ElasticPipeline:
         return self._plan.shape_for(frozen)
 
     def _take_shape(self) -> None:
-        self._groups = ShapeGroups(self._shape, self._rank)
-        place = self._shape.place(self._rank)
-        self._replica = None
-        if place is not None:
-            self._replica = Replica(
-                self._residence.layers, self._shape, self._loss, rank=self._rank, device=self._residence.device,
-                group=self._groups.replica, schedule=self._schedule,
-            )  # fmt: skip
-        trained = {
-            layer: list(self._residence.trained(layer).values())
-            for layer in sorted(self._shape.active_of(self._rank))
-        }  # fmt: skip
-        self._gradients = Gradients(trained, self._groups.device)
+        self._formation = Formation(self._residence, self._shape, self._loss, self._schedule, rank=self._rank)
         self._cache.freeze(self._shape.frozen)
         self._taken += 1
         known = self._frozen_since[: self._shape.frozen]
@@ -481,13 +458,13 @@ class ElasticPipeline:
     def _node_memory(self, size_bytes: int) -> Memory | None:
         return self._open_memory(_CACHE_NAME, size_bytes)
 
-    def _leave_shape(self) -> None:
-        self._gradients.close()
-        self._groups.close()
-
 
 def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def _rule_state(rule: FreezingRule | None) -> dict[str, Any] | None:
+    return None if rule is None else {"kind": type(rule).__name__, "state": rule.state_dict()}
 
 
 def _device(given: torch.device | str | None) -> torch.device:

@@ -177,14 +177,18 @@ class _Post:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._operations: list[dist.P2POp] = []
+        self._unpacking: list[tuple[torch.Tensor, torch.Tensor]] = []  # what arrived in order, and where it goes
 
     def carry(self, tensor: torch.Tensor, move: Move) -> None:
         if not tensor.numel():
             return
         if move.source == self._rank:
             self._operations.append(dist.P2POp(dist.isend, tensor.contiguous(), move.target))
-        else:
-            self._operations.append(dist.P2POp(dist.irecv, tensor, move.source))
+            return
+        if not tensor.is_contiguous():
+            self._unpacking.append((torch.empty_like(tensor, memory_format=torch.contiguous_format), tensor))
+            tensor = self._unpacking[-1][0]
+        self._operations.append(dist.P2POp(dist.irecv, tensor, move.source))
 
     def __enter__(self) -> _Post:
         return self
@@ -193,3 +197,5 @@ class _Post:
         if kind is None and self._operations:
             for work in dist.batch_isend_irecv(self._operations):
                 work.wait()
+            for arrived, tensor in self._unpacking:
+                tensor.copy_(arrived)
