@@ -1,10 +1,10 @@
 """A small ViT learns digits, or a small BERT learns texts, by data parallelism, a pipeline, or an elastic pipeline.
 
-One flag is the difference; `elastic` freezes layers as they settle, packs the others into a shorter pipeline, and
+One flag is the difference; `elastic` freezes layers late in training, packs the others into a shorter pipeline, and
 fills the ranks that are free with replicas of it. What is Stepfast's is marked "Stepfast:".
 
     stepfast run --nproc-per-node 4 train.py --mode elastic --history elastic.jsonl
-    stepfast run --nproc-per-node 4 train.py --mode elastic --crash-at-step 60     see it go on, at the right shape
+    stepfast run --nproc-per-node 4 train.py --mode elastic --crash-at-step 400    see it go on, at the right shape
     python plot.py elastic.jsonl                                                   what froze, when, and what it gave
 """
 
@@ -160,14 +160,21 @@ def held_out_accuracy(task: Task) -> float:
 
 
 class Log:
-    """A line an epoch: on the screen, and as JSON. Seconds are those since the epoch before, evaluation included."""
+    """A line an epoch: on the screen, and as JSON. Seconds are those since the epoch before, evaluation included.
+
+    An attempt that begins at step `start` keeps the lines up to there.
+    """
 
     def __init__(self, args: argparse.Namespace, start: int) -> None:
         self._path = Path(args.history) if args.history else None
         self._batch_size = args.batch_size
         self._began, self._step = time.monotonic(), start
-        if self._path is not None and not start and dist.get_rank() == 0:
-            self._path.unlink(missing_ok=True)
+        self._written = 0  # up to which step
+        if self._path is not None and dist.get_rank() == 0:
+            lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
+            kept = [line for line in lines if json.loads(line)["step"] <= start]
+            self._path.write_text("".join(kept))
+            self._written = json.loads(kept[-1])["step"] if kept else 0
 
     def write(self, epoch: int, step: int, **measured: Any) -> None:
         seconds = time.monotonic() - self._began
@@ -180,7 +187,7 @@ class Log:
             f"{rate:6.0f} samples/s  loss {measured['loss']:.3f}  accuracy {measured['accuracy']:.3f}",
             flush=True,
         )
-        if self._path is not None:
+        if self._path is not None and step > self._written:
             row = {"epoch": epoch, "step": step, "seconds": seconds, "samples_per_second": rate, **measured}
             with self._path.open("a") as lines:
                 lines.write(json.dumps(row) + "\n")

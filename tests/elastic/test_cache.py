@@ -16,8 +16,11 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from gangs import be_rank, run_gang, run_gang_that_may_die
-from stepfast.torch.elastic_pipeline import ElasticPipeline
+from stepfast.torch.elastic_pipeline import ElasticPipeline, split
+from stepfast.torch.elastic_pipeline.autocache import AutoCache
 from stepfast.torch.elastic_pipeline.cache import RECORD_BYTES, ActivationCache, Memory, OwnMemory, SamplesAreRandom
+from stepfast.torch.elastic_pipeline.groups import Messages
+from stepfast.torch.elastic_pipeline.samples import Samples
 from trainings import BATCH, WIDTH, Training, blocks, data, distance, loss, train_alone, train_as_rank
 
 SAMPLES = 50
@@ -262,6 +265,31 @@ def test_processes_of_a_node_compute_a_sample_once_between_them(tmp_path: Path) 
     # Each alone would come to nearly all of them; two may compute a page at the same moment.
     assert 640 <= sum(rows) < 1.6 * 640, rows
     assert min(rows) > 100, rows
+
+
+class Endless(Dataset[Any]):
+    """More samples than any memory has room for."""
+
+    def __len__(self) -> int:
+        return 2**50
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((WIDTH,), float(index), dtype=torch.float64), 0
+
+
+def bytes_asked_for() -> list[int]:
+    asked: list[int] = []
+    cache = AutoCache(
+        split(blocks().double()), Samples(Endless(), seed=0), Messages(), policy=True, memory=asked.append,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    cache.freeze(3)
+    assert not cache.is_used([0, 1], torch.zeros(2, WIDTH, dtype=torch.float64), is_first=True)
+    return asked
+
+
+def test_no_more_memory_is_asked_for_than_there_may_be() -> None:
+    assert run_gang(1, bytes_asked_for) == [[2**44]]
 
 
 class Noisy(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from gangs import run_gang
+from stepfast.torch.elastic_pipeline import replica
 from trainings import (
     Branching,
     First,
@@ -20,6 +21,7 @@ from trainings import (
     distance,
     train_alone,
     train_as_rank,
+    train_to,
     turning,
 )
 
@@ -78,3 +80,41 @@ def test_every_kind_of_pipeline_trains_as_one_process(
     given = dict(options)
     data = {"data": given.pop("data")} if "data" in given else {}
     check(Training(model=model, steps=8, changes={2: 4, 4: 5, 7: 1}, options=given, **data), 4)
+
+
+def test_a_batch_may_have_fewer_samples_than_there_are_replicas() -> None:
+    training = Training(model=blocks, batch_size=2, steps=8, changes={3: 7}, options={"length": 4})
+    assert check(training, 4)[0].shapes[3] == (7, 1, 4)
+
+
+def micro_batches_of_a_gang_that_rests() -> int | None:
+    training = Training(model=blocks, options={"length": 4, "replicates": False})
+    network, optimizer, scheduler = training.make()
+    pipeline = training.pipeline(network, optimizer)
+    pipeline.take(pipeline.shape_for(6))
+    train_to(pipeline, scheduler, training, 1)
+    assert (pipeline.shape.length, pipeline.shape.replicas) == (2, 1)
+    return pipeline.micro_batches
+
+
+def test_micro_batches_are_tried_where_ranks_rest() -> None:
+    found = run_gang(4, micro_batches_of_a_gang_that_rests)
+    assert found[0] in (2, 4, 8, 16)
+    assert found == [found[0]] * 4
+
+
+class OldSchedule:
+    """As torch's was: it takes a whole batch."""
+
+    def step(self, *args: Any, target: Any = None, losses: Any = None, **kwargs: Any) -> None: ...
+
+
+def with_an_old_torch() -> str:
+    replica.ScheduleGPipe = OldSchedule  # type: ignore[misc] # this process ends with the test
+    with pytest.raises(RuntimeError) as raised:
+        train_as_rank(Training(model=blocks, options={"length": 2}))
+    return str(raised.value)
+
+
+def test_a_torch_that_is_too_old_is_said() -> None:
+    assert all("needs a newer one" in text for text in run_gang(2, with_an_old_torch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -114,6 +115,7 @@ def followed(rule: FreezingRule, metrics: Sequence[float], frozen: int = 0) -> l
         pytest.param([1, 1, 1, 1, 1, 2, 3], [0, 0, 4, 4, 0, 0, 0], id="no gain: all train, they gain, and go on so"),
         pytest.param([1] * 12, [0, 0, 4, 4, 0, 0, 4, 4, 4, 4, 0, 0], id="converged: doubted less often"),
         pytest.param([3, 1, 2, 2, 1, 4], [0, 0, 4, 4, 0, 0], id="a fall"),
+        pytest.param([math.nan, 1, 2, 2, 2], [0, 0, 0, 0, 4], id="no number at first"),
     ],
 )
 def test_guarded_rule_undoes_freezing_that_costs(metrics: Sequence[float], expected: Sequence[int]) -> None:
@@ -158,6 +160,8 @@ def late(rule: FreezingRule, metrics: Sequence[float | None], first_epoch: int =
         pytest.param([None] * 12, [0] * 5 + [9, 9, 12, 13, 13, 13, 13], id="no metric, and more epochs than were said"),
         pytest.param([0.5, 0.8, *[0.7] * 8], [0] * 5 + [9, 9, 0, 0, 0], id="a fall that lasts"),
         pytest.param([0.8] * 6 + [0.7, 0.8, 0.7, 0.8], [0] * 5 + [9, 9, 12, 13, 13], id="falls that do not"),
+        pytest.param([0.8] * 6 + [math.nan] * 4, [0] * 5 + [9, 9, 0, 0, 0], id="a training that diverges"),
+        pytest.param([math.nan] * 2 + [0.8] * 4 + [0.7] * 4, [0] * 5 + [9, 9, 0, 0, 0], id="no number at first"),
         pytest.param([0.8] * 6 + [0.785] * 4, [0] * 5 + [9, 9, 12, 13, 13], id="a fall within the tolerance"),
     ],
 )
@@ -173,6 +177,10 @@ def test_late_freezing_goes_on_from_its_state() -> None:
         answers = late(first, metrics[:split])
         second.load_state_dict(first.state_dict())
         assert answers + late(second, metrics[split:], split, answers[-1] if answers else 0) == expected
+
+
+def test_late_freezing_that_begins_at_once_thaws_where_the_metric_falls() -> None:
+    assert late(LateFreezing(10, begin=0.0), [0.8, 0.7, 0.7, 0.7], frozen=9) == [9, 9, 0, 0]
 
 
 def test_late_freezing_may_begin_at_once_and_leaves_the_last_layer() -> None:

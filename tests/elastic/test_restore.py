@@ -59,7 +59,7 @@ def train_and_go_back(make: Callable[[], Any]) -> list[tuple[int, int, int]]:
             shapes.append((pipeline.shape.frozen, pipeline.shape.length, pipeline.shape.replicas))
         pipeline.adapt(worsening(pipeline))
         note()
-    expected = tensors_of(network, optimizer)
+    expected, expected_loss = tensors_of(network, optimizer), pipeline.mean_loss()
     for state in states:
         pipeline, scheduler, network, optimizer = make()
         pipeline.load_state_dict(copy.deepcopy(state["pipeline"]))
@@ -69,7 +69,8 @@ def train_and_go_back(make: Callable[[], Any]) -> list[tuple[int, int, int]]:
             pass
         found = tensors_of(network, optimizer)
         assert found.keys() == expected.keys()
-        assert [name for name in found if not torch.equal(found[name], expected[name])] == [], pipeline.step
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+        assert pipeline.mean_loss() == pytest.approx(expected_loss, rel=1e-12)
     return shapes
 
 
@@ -203,6 +204,8 @@ def mistaken(kind: str) -> str:
         state["order"]["seed"] = 5
     elif kind == "version":
         state["version"] = 99
+    elif kind == "rule":
+        state["rule"]["kind"] = "Never"
     elif kind == "layer" and dist.get_rank() == 2:
         del state["layers"][next(iter(state["layers"]))]
     elif kind == "shape" and dist.get_rank() == 1:
@@ -216,7 +219,13 @@ def mistaken(kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("order", "samples' order"), ("version", "version 99"), ("layer", "nobody has layers"), ("shape", "was saved")],
+    [
+        ("order", "samples' order"),
+        ("version", "version 99"),
+        ("rule", "saved with the rule Never, which is Steadily now"),
+        ("layer", "nobody has layers"),
+        ("shape", "was saved"),
+    ],
 )
 def test_a_state_of_another_training_is_refused_on_every_rank(kind: str, reason: str) -> None:
     assert all(reason in text for text in run_gang(4, mistaken, kind))

@@ -129,6 +129,7 @@ class Training:
 
     model: Callable[[], nn.Module]
     steps: int = 14
+    batch_size: int = BATCH
     data: Callable[[], Dataset[Any]] = data
     learning_rate: float = 0.01
     max_gradient_norm: float | None = None
@@ -149,7 +150,7 @@ class Training:
         """Of them; every rank of the gang calls it."""
         return ElasticPipeline(
             list(network) if isinstance(network, nn.ModuleList) else network, optimizer, loss, data=self.data(),
-            batch_size=BATCH, max_gradient_norm=self.max_gradient_norm, **self.options,
+            batch_size=self.batch_size, max_gradient_norm=self.max_gradient_norm, **self.options,
         )  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def train_alone(training: Training) -> Outcome:
     network, optimizer, scheduler = training.make()
     layers = split(list(network) if isinstance(network, nn.ModuleList) else network)
     samples = training.data()
-    order = SampleOrder(samples=SAMPLES, batch_size=BATCH)
+    order = SampleOrder(samples=SAMPLES, batch_size=training.batch_size)
     losses = []
     for step in range(training.steps):
         epoch, place = divmod(step, order.steps_per_epoch)

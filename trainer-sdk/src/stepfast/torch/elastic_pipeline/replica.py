@@ -7,6 +7,7 @@ other stages so.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,11 @@ class Replica:
         self, layers: Sequence[Layer], shape: Shape, loss: Loss, *, rank: int, device: torch.device, group: Any,
         schedule: Schedule,
     ) -> None:  # fmt: skip
+        if shape.length > 1 and "arg_mbs" not in inspect.signature(ScheduleGPipe.step).parameters:
+            raise RuntimeError(
+                f"torch {torch.__version__} divides batches into micro-batches itself: a pipeline of more than one "
+                "device needs a newer one"
+            )
         place = shape.place(rank)
         assert place is not None
         self._shape, self._loss, self._device, self._group, self._kind = shape, loss, device, group, schedule
