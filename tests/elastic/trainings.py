@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -289,28 +289,30 @@ RANDOM = Training(
 )
 
 
-def make_random(
-    samples: Callable[[], Dataset[Any]] = Augmented, **options: Any
-) -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
-    """Its pipeline, scheduler, model and optimizer; every rank of the gang calls it."""
-    network, optimizer, scheduler = RANDOM.make()
-    pipeline = ElasticPipeline(
-        network, optimizer, loss, data=samples(), batch_size=BATCH, rule=Steadily(), **RANDOM.options, **options
-    )
+Made = tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]
+
+
+def made(training: Training, **options: Any) -> Made:
+    """Its pipeline, with these options too, its scheduler, model and optimizer; every rank of the gang calls it."""
+    network, optimizer, scheduler = training.make()
+    pipeline = replace(training, options={**training.options, **options}).pipeline(network, optimizer)
     return pipeline, scheduler, network, optimizer
+
+
+def make_random(samples: Callable[[], Dataset[Any]] = Augmented, **options: Any) -> Made:
+    """As every rank of the gang makes it."""
+    return made(replace(RANDOM, data=samples), rule=Steadily(), **options)
 
 
 # ---- one that begins with frozen layers, which thaw; its epochs' last batch has fewer samples than there are replicas
 
 
-def make_late(**options: Any) -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
+LATE = Training(model=blocks, batch_size=21, options={"length": 4, "device_bytes": 3 * 174 * 8, "micro_batches": 1})
+
+
+def make_late(**options: Any) -> Made:
     """As `make_random`."""
-    network, optimizer, scheduler = Training(model=blocks).make()
-    pipeline = ElasticPipeline(
-        network, optimizer, loss, data=data(), batch_size=21, rule=LateFreezing(EPOCHS, begin=0.0), length=4,
-        device_bytes=3 * 174 * 8, micro_batches=1, **options,
-    )  # fmt: skip
-    return pipeline, scheduler, network, optimizer
+    return made(LATE, rule=LateFreezing(EPOCHS, begin=0.0), **options)
 
 
 # ---- one whose weights do not lie in memory as they are written
@@ -322,11 +324,9 @@ def convolving() -> nn.Sequential:
     return nn.Sequential(stem, nn.Linear(8, WIDTH)).to(memory_format=torch.channels_last)
 
 
-def make_convolving() -> tuple[ElasticPipeline, Any, nn.Module, torch.optim.Optimizer]:
+def make_convolving() -> Made:
     """As `make_random`."""
-    training = Training(model=convolving, options={"length": 1, "micro_batches": 1})
-    network, optimizer, scheduler = training.make()
-    return training.pipeline(network, optimizer), scheduler, network, optimizer
+    return made(Training(model=convolving, options={"length": 1, "micro_batches": 1}))
 
 
 def go_on(pipeline: ElasticPipeline, scheduler: Any, epochs: int = EPOCHS) -> Iterator[int]:

@@ -125,27 +125,25 @@ class AutoCache:
     def _decide(self, numbers: Sequence[int], inputs: Value | None, *, is_first: bool) -> int:
         """How many samples the cache is used for: as many as every node has room for, or none."""
         computing = reading = obstacle = 0.0
-        room = self.covers.get(self._frozen, self._samples.size)
+        room, cache = self.covers.get(self._frozen, self._samples.size), self._cache
         if is_first:
-            if self._cache is None or not self._cache.covered or self._is_refuted:
+            is_void = cache is None or not cache.covered or self._is_refuted
+            if is_void or (inputs is not None and self._draws(inputs)):
                 obstacle = 1.0
-            elif inputs is None:
-                pass  # of this batch others have all samples: they try it
-            elif self._draws(inputs):
-                obstacle = 1.0
-            elif self._policy is None and self._frozen not in self.covers:
-                cache, frozen = self._cache, self._run(0, self._frozen)
+            elif inputs is not None and self._policy is None and self._frozen not in self.covers:
+                assert cache is not None  # else it is void
+                frozen = self._run(0, self._frozen)
                 computing = best_seconds(lambda: frozen(inputs))
                 read = cache.numbers_for_timing(len(numbers))
                 asked = self._samples.inputs(read)
                 reading = best_seconds(lambda: self._look_up(cache, read, asked))
                 obstacle = float(self._is_refuted)
-            room = min(room, self._cache.covered if self._cache is not None else 0)
+            room = min(room, cache.covered if cache is not None else 0)
         computing, reading, obstacle, negated = self._messages.largest([computing, reading, obstacle, float(-room)])
         pays = self._frozen in self.covers or self._policy is True or reading < computing
         covered = int(-negated) if pays and not obstacle else 0
-        if self._cache is not None:
-            self._cache.cover(covered)
+        if cache is not None:
+            cache.cover(covered)
         return covered
 
     def _look_up(self, cache: ActivationCache, numbers: Sequence[int], inputs: Value) -> None:

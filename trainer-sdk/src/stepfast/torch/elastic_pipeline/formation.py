@@ -32,6 +32,16 @@ class Formation:
         trained = {layer: list(residence.trained(layer).values()) for layer in sorted(shape.active_of(rank))}
         self.gradients = Gradients(trained, self._groups.device)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank needs the input."""
+        return self.replica is not None and self.replica.is_first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank needs the target."""
+        return self.replica is not None and self.replica.is_last
+
     def close(self) -> None:
         self.gradients.close()
         self._groups.close()

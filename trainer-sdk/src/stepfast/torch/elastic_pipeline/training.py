@@ -295,7 +295,7 @@ class ElasticPipeline:
             "shape": self._shape.to_document(),
             "microBatches": dict(self._micro_batches.found),
             "cacheCovers": dict(self._cache.covers),
-            "rule": _rule_state(self._rule),
+            "rule": None if self._rule is None else {"kind": _kind(self._rule), "state": self._rule.state_dict()},
             "askedAfter": self._asked_after,
             "loss": {"sum": self._loss_sum, "steps": self._loss_steps},
             "groups": [_without_parameters(group) for group in self._optimizer.param_groups],
@@ -372,9 +372,9 @@ class ElasticPipeline:
             return f"the optimizer had {groups} groups, and has {len(self._optimizer.param_groups)} now"
         if (layers := state["shape"]["stages"][-1][1]) != len(self._sizes):
             return f"it was saved with {layers} layers, and there are {len(self._sizes)}"
-        saved, own = state["rule"], _rule_state(self._rule)
-        if saved is not None and own is not None and saved["kind"] != own["kind"]:
-            return f"it was saved with the rule {saved['kind']}, which is {own['kind']} now"
+        rule = state["rule"]
+        if rule is not None and self._rule is not None and rule["kind"] != _kind(self._rule):
+            return f"it was saved with the rule {rule['kind']}, which is {_kind(self._rule)} now"
         return ""
 
     def _all_squares(self, own: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -394,10 +394,10 @@ class ElasticPipeline:
         return self._shares(self._samples, self._epoch, [self._order.batch(order, step).tolist() for step in left])
 
     def _shares(self, samples: Samples, epoch: int, batches: Sequence[Sequence[int]]) -> Iterator[Share]:
-        place, replica = self._shape.place(self._rank), self._formation.replica
+        place = self._shape.place(self._rank)
         return samples.shares(
             epoch, batches, replica=None if place is None else place.replica, replicas=self._shape.replicas,
-            inputs=replica is not None and replica.is_first, targets=replica is not None and replica.is_last,
+            inputs=self._formation.is_first, targets=self._formation.is_last,
         )  # fmt: skip
 
     def _placed(self, value: Any) -> Any:
@@ -406,8 +406,7 @@ class ElasticPipeline:
     def _train(self, share: Share) -> None:
         formation = self._formation
         samples, inputs, targets = len(share.numbers), share.inputs, self._placed(share.targets)
-        is_first = formation.replica is not None and formation.replica.is_first
-        is_cached = self._is_warm and self._cache.is_used(share.numbers, inputs, is_first=is_first)
+        is_cached = self._is_warm and self._cache.is_used(share.numbers, inputs, is_first=formation.is_first)
         if is_cached and inputs is not None:
             inputs = self._cache.activations(share.numbers, inputs)
         inputs = self._placed(inputs)
@@ -463,8 +462,8 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _rule_state(rule: FreezingRule | None) -> dict[str, Any] | None:
-    return None if rule is None else {"kind": type(rule).__name__, "state": rule.state_dict()}
+def _kind(rule: FreezingRule) -> str:
+    return type(rule).__name__
 
 
 def _device(given: torch.device | str | None) -> torch.device:
