@@ -36,6 +36,24 @@ def test_memory_of_a_job_that_is_gone_and_whose_storage_fails_goes_to_the_living
     assert "default/gone: given up unpersisted" in agent.log
 
 
+def test_a_job_that_is_given_up_tries_nothing_again_while_its_persister_ends(
+    new_agent: Callable[..., Any], ranks: Any, tmp_path: Path
+) -> None:
+    agent = new_agent("--idle-timeout", "0.3", memory_limit=50 << 20)
+    blocked = tmp_path / "blocked"
+    blocked.write_text("in the place of the storage")
+    gone = agent.join(job="default/gone", storage_uri=blocked.as_uri())
+    gone.save(1, data_bytes=40 << 20)
+    ranks.eventually(lambda: agent.log.count("was not persisted") >= 3, "the next attempt is two seconds away")
+    persister = psutil.Process(agent.persisters()["default/gone"])
+    persister.suspend()  # so that it has to be ended by force, which takes longer
+    gone.die()
+    rank = agent.join()
+    rank.save(1, data_bytes=40 << 20)
+    rank.wait_committed(1)
+    persister.wait(20)  # the agent's log is read after this
+
+
 @pytest.mark.parametrize("grows", [False, True], ids=["one-slot", "state-that-grows"])
 def test_save_that_finds_no_slot_has_what_is_in_its_way_persisted(new_agent: Callable[..., Any], grows: bool) -> None:
     # Neither is due: without the waiting save they would stay in memory alone.

@@ -173,8 +173,7 @@ class Agent:
     def _dismiss(self, job: JobKey) -> Room:
         """Frees what is held of the job; the room that is left is to be closed."""
         room = self.rooms.pop(job)
-        room.slots.release_all()
-        room.lent.take_back()
+        room.leave()
         self.memory.forget(job)
         return room
 

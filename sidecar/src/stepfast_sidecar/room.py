@@ -421,6 +421,12 @@ class Room:
         ]
         return max(0.0, time.time() - min(saved)) if saved else 0.0
 
+    def leave(self) -> None:
+        """Frees at once what is held of the job; nothing is tried again after that. What is left is to be closed."""
+        self._tasks.end()  # what they would persist is gone
+        self.slots.release_all()
+        self.lent.take_back()
+
     async def close(self) -> None:
         """Ends the persister and everything under way."""
         await self.persister.close()

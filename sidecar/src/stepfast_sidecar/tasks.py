@@ -16,16 +16,26 @@ class Tasks:
     def __init__(self, owner: str = "") -> None:
         self._owner = owner
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = False
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Begins the work, unless the owner has ended."""
+        if self._ended:
+            work.close()
+            return
         task = asyncio.create_task(work, name=f"{self._owner} {name}".lstrip())
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
-    async def cancel(self) -> None:
-        """Ends all of them, and returns when they have ended."""
+    def end(self) -> None:
+        """Cancels all of them, also those that have not had their first turn; no others begin."""
+        self._ended = True
         for task in list(self._tasks):
             task.cancel()
+
+    async def cancel(self) -> None:
+        """Ends all of them, and returns when they have ended."""
+        self.end()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[None]) -> None:
