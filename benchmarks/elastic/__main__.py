@@ -72,8 +72,8 @@ and {width} features, {epochs} epochs, batches of {batch}, seeds {seeds}. All wa
 one run on one machine, one after the other, seed by seed; the weights to begin with were trained on the known classes
 before, but for the head's.
 
-Seconds are medians over the seeds, start-up left out, evaluation and checkpoints included. The goal is {share:.0%} of
-the accuracy that the worst seed of full training ends with; it is reached once no later epoch falls below it again. A
+Seconds are medians over the seeds, start-up left out, evaluation and checkpoints included. The goals are {shares} of
+the accuracy that the worst seed of full training ends with; one is reached once no later epoch falls below it again. A
 seed that does not reach it within the epochs is left out of the seconds to it, and said.
 """
 
@@ -109,14 +109,15 @@ def main() -> None:
     parts = [
         HEAD.format(
             ranks=options.ranks, width=options.width, epochs=options.epochs, batch=options.batch_size,
-            seeds=", ".join(map(str, range(options.seeds))), share=options.share,
+            seeds=", ".join(map(str, range(options.seeds))),
+            shares=" and ".join(f"{share:.0%}" for share in options.shares),
         )
     ]  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         for case in _cases(options):
             parts.append(_section(case, _measured(case, folder, options), options))
-            options.out.write_text("\n".join(parts), encoding="utf-8")  # each case takes a third of an hour
+            options.out.write_text("\n".join(parts), encoding="utf-8")  # each case takes half an hour
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -165,28 +166,35 @@ def _train(
 
 def _section(case: Case, found: dict[str, Runs], options: argparse.Namespace) -> str:
     full = found[FULL.name].finals + found[PIPELINE.name].finals
-    goal = options.share * min(full)
+    goals = [share * min(full) for share in options.shares]
     base = found[PIPELINE.name]
     lines = [
         f"## {case.name[0].upper()}{case.name[1:]}",
         "",
-        f"Full training ends between {min(full):.3f} and {max(full):.3f}; the goal is {goal:.3f}.",
+        f"Full training ends between {min(full):.3f} and {max(full):.3f}.",
         "",
-        "| | seconds to the goal | against the pipeline | seconds for all epochs | against it | accuracy at the end |",
-        "|---|---:|---:|---:|---:|---|",
+        f"| |{''.join(f' seconds to {goal:.3f} | against the pipeline |' for goal in goals)}"
+        " seconds for all epochs | against it | accuracy at the end |",
+        f"|---|{'---:|---:|' * len(goals)}---:|---:|---|",
     ]
     for name, runs in found.items():
-        reached, all_reached = runs.seconds_to(goal), base.seconds_to(goal)
-        to_goal = f"{median(reached):.0f}" if reached else "–"
-        if len(reached) < len(runs.rows):
-            to_goal += f" ({len(reached)} of {len(runs.rows)} seeds)"
-        faster = f"{median(all_reached) / median(reached):.2f}×" if reached and all_reached else "–"
+        reached = "".join(_reached(runs, base, goal) for goal in goals)
         lines.append(
-            f"| {name} | {to_goal} | {faster} | {runs.seconds:.0f} | {base.seconds / runs.seconds:.2f}× "
+            f"| {name} |{reached} {runs.seconds:.0f} | {base.seconds / runs.seconds:.2f}× "
             f"| {mean(runs.finals):.3f} ({', '.join(f'{final:.3f}' for final in runs.finals)}) |"
         )
     plot = _plotted(case, found, options)
     return "\n".join([*lines, "", f"![Layers frozen, length, replicas, samples/s and accuracy over time]({plot})", ""])
+
+
+def _reached(runs: Runs, base: Runs, goal: float) -> str:
+    """Two columns: seconds to the goal, and how often as fast as the pipeline that is."""
+    reached, base_reached = runs.seconds_to(goal), base.seconds_to(goal)
+    if not reached:
+        return f" – (0 of {len(runs.rows)} seeds) | – |"
+    some = f" ({len(reached)} of {len(runs.rows)} seeds)" if len(reached) < len(runs.rows) else ""
+    faster = f"{median(base_reached) / median(reached):.2f}×" if base_reached else "–"
+    return f" {median(reached):.0f}{some} | {faster} |"
 
 
 def _plotted(case: Case, found: dict[str, Runs], options: argparse.Namespace) -> str:
@@ -210,10 +218,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=48)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--share", type=float, default=0.98, help="of the worst full training's accuracy: the goal")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.98, 1.0], help="of the worst full training's accuracy: the goals"
+    )
     parser.add_argument("--only", help="the case whose name holds this")
     parser.add_argument("--folder", type=Path, help="for what comes and goes")
     parser.add_argument("--out", type=Path, default=PAGE)
