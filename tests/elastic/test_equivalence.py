@@ -72,6 +72,11 @@ def test_a_pipeline_of_eight_becomes_eight_replicas_and_a_pipeline_again() -> No
         pytest.param(blocks, {"length": 4, "replicates": False, "micro_batches": 1}, id="no replicas: ranks rest"),
         pytest.param(blocks, {"length": 4, "packs": False, "micro_batches": 1}, id="no packing"),
         pytest.param(blocks, {"length": 1, "micro_batches": 1}, id="data parallelism alone"),
+        pytest.param(
+            blocks,
+            {"length": 2, "shuffle": False, "drop_last": True, "workers": 2, "micro_batches": 1},
+            id="samples in their own order, in whole batches, loaded ahead",
+        ),
     ],
 )
 def test_every_kind_of_pipeline_trains_as_one_process(

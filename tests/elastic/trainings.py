@@ -169,7 +169,8 @@ def train_alone(training: Training) -> Outcome:
     network, optimizer, scheduler = training.make()
     layers = split(list(network) if isinstance(network, nn.ModuleList) else network)
     samples = training.data()
-    order = SampleOrder(samples=SAMPLES, batch_size=training.batch_size)
+    order_options = {name: training.options[name] for name in ("shuffle", "drop_last") if name in training.options}
+    order = SampleOrder(samples=SAMPLES, batch_size=training.batch_size, **order_options)
     losses = []
     for step in range(training.steps):
         epoch, place = divmod(step, order.steps_per_epoch)
