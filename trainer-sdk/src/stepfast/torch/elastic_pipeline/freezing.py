@@ -151,7 +151,7 @@ class LateFreezing:
     """
 
     def __init__(
-        self, epochs: int, *, begin: float = 0.5, share: float = 2 / 3, tolerance: float = 0.02, patience: int = 2
+        self, epochs: int, *, begin: float = 0.7, share: float = 2 / 3, tolerance: float = 0.02, patience: int = 2
     ) -> None:
         if epochs < 1 or patience < 1:
             raise ValueError(f"epochs and patience are at least 1, not {epochs} and {patience}")
