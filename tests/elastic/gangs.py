@@ -60,8 +60,7 @@ def _run(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ..
             for rank in range(world_size):
                 ours, theirs = _CONTEXT.Pipe(duplex=False)
                 process = _CONTEXT.Process(
-                    target=_rank, daemon=True,
-                    args=(theirs, Path(folder) / "store", (rank, world_size), function, arguments),
+                    target=_rank, args=(theirs, Path(folder) / "store", (rank, world_size), function, arguments)
                 )  # fmt: skip
                 process.start()
                 theirs.close()
