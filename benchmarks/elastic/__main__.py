@@ -83,20 +83,22 @@ class Runs:
     """A variant's histories in a case, one a seed; the first `timed` of them stand beside all other variants'."""
 
     timed: int
-    rows: list[list[dict[str, Any]]] = field(default_factory=list)
+    histories: list[list[dict[str, Any]]] = field(default_factory=list)
 
     @property
     def finals(self) -> list[float]:
-        return [rows[-1]["accuracy"] for rows in self.rows]
+        """The accuracies at the end, of all seeds."""
+        return [rows[-1]["accuracy"] for rows in self.histories]
 
     @property
     def seconds(self) -> float:
-        return median([float(sum(row["seconds"] for row in rows)) for rows in self.rows[: self.timed]])
+        """Of all epochs: the median of the timed seeds."""
+        return median([float(sum(row["seconds"] for row in rows)) for rows in self.histories[: self.timed]])
 
     def seconds_to(self, goal: float) -> list[float]:
         """Until it is reached for good, of the timed seeds that reach it."""
         found = []
-        for rows in self.rows[: self.timed]:
+        for rows in self.histories[: self.timed]:
             ends = list(accumulate(row["seconds"] for row in rows))
             short = max((epoch for epoch, row in enumerate(rows) if row["accuracy"] < goal), default=-1)
             found += ends[short + 1 : short + 2]
@@ -139,7 +141,7 @@ def _measured(case: Case, folder: Path, options: argparse.Namespace) -> dict[str
             classes = ["--classes", *map(str, case.classes)] if case.classes else []
             arguments = [*variant.arguments, *classes, "--pretrained", str(weights)]
             rows = _train(case, arguments, folder, options, seed=seed, ranks=options.ranks)
-            found[variant.name].rows.append(rows)
+            found[variant.name].histories.append(rows)
             seconds = sum(row["seconds"] for row in rows)
             print(f"{case.name}: {variant.name}, seed {seed}: {seconds:.0f} s, {rows[-1]['accuracy']:.3f}", flush=True)
     return found
@@ -220,7 +222,7 @@ def _plotted(case: Case, found: dict[str, Runs], options: argparse.Namespace) ->
     logs = []
     for variant in (PIPELINE, FULL, ELASTIC):
         logs.append(pictures / f"{variant.name.partition(':')[0]}.jsonl")
-        logs[-1].write_text("".join(json.dumps(row) + "\n" for row in found[variant.name].rows[0]))
+        logs[-1].write_text("".join(json.dumps(row) + "\n" for row in found[variant.name].histories[0]))
     name = f"{case.task}-{CASES.index(case)}.svg"
     subprocess.run(
         [sys.executable, str(EXAMPLE / "plot.py"), *map(str, logs), "--out", str(pictures / name)], check=True

@@ -19,14 +19,20 @@ from stepfast.slot import CONTROL_BYTES, SlotState
 JOB = "default/train"
 
 
+def save_where_storage_fails(agent: Any, folder: Path) -> Any:
+    """A rank of the job default/gone, with a save of 40 MiB that cannot be persisted."""
+    blocked = folder / "blocked"
+    blocked.write_text("in the place of the storage")
+    rank = agent.join(job="default/gone", storage_uri=blocked.as_uri())
+    rank.save(1, data_bytes=40 << 20)
+    return rank
+
+
 def test_memory_of_a_job_that_is_gone_and_whose_storage_fails_goes_to_the_living(
     new_agent: Callable[..., Any], ranks: Any, tmp_path: Path
 ) -> None:
     agent = new_agent("--idle-timeout", "0.3", memory_limit=50 << 20)
-    blocked = tmp_path / "blocked"
-    blocked.write_text("in the place of the storage")
-    gone = agent.join(job="default/gone", storage_uri=blocked.as_uri())
-    gone.save(1, data_bytes=40 << 20)
+    gone = save_where_storage_fails(agent, tmp_path)
     ranks.eventually(lambda: agent.job(job="default/gone").persist_error, "its storage fails")
     gone.die()
     rank = agent.join()
@@ -40,10 +46,7 @@ def test_a_job_that_is_given_up_tries_nothing_again_while_its_persister_ends(
     new_agent: Callable[..., Any], ranks: Any, tmp_path: Path
 ) -> None:
     agent = new_agent("--idle-timeout", "0.3", memory_limit=50 << 20)
-    blocked = tmp_path / "blocked"
-    blocked.write_text("in the place of the storage")
-    gone = agent.join(job="default/gone", storage_uri=blocked.as_uri())
-    gone.save(1, data_bytes=40 << 20)
+    gone = save_where_storage_fails(agent, tmp_path)
     ranks.eventually(lambda: agent.log.count("was not persisted") >= 3, "the next attempt is two seconds away")
     persister = psutil.Process(agent.persisters()["default/gone"])
     persister.suspend()  # so that it has to be ended by force, which takes longer

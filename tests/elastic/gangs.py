@@ -61,7 +61,7 @@ def _run(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ..
                 ours, theirs = _CONTEXT.Pipe(duplex=False)
                 process = _CONTEXT.Process(
                     target=_rank, args=(theirs, Path(folder) / "store", (rank, world_size), function, arguments)
-                )  # fmt: skip
+                )
                 process.start()
                 theirs.close()
                 ranks.append((process, ours))
