@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -74,7 +74,9 @@ classes before, but for the head's. What the default settings cost in accuracy i
 
 Seconds are medians over the seeds, start-up left out, evaluation and checkpoints included. The goals are {shares} of
 the accuracy that the worst seed of full training ends with; one is reached once no later epoch falls below it again. A
-seed that does not reach it within the epochs is left out of the seconds to it, and said.
+seed that does not reach it within the epochs is left out of the seconds to it, and said. What an epoch takes is said by
+the number of layers that are frozen: the median of all such epochs but those that begin with a change of it, for which
+micro-batches and cache are tried and the cache is filled.
 """
 
 
@@ -103,6 +105,15 @@ class Runs:
             short = max((epoch for epoch, row in enumerate(rows) if row["accuracy"] < goal), default=-1)
             found += ends[short + 1 : short + 2]
         return found
+
+    def epoch_seconds(self) -> dict[int, float]:
+        """Of an epoch by the number of frozen layers: the median, without the epoch that begins with a change."""
+        found: dict[int, list[float]] = {}
+        for rows in self.histories[: self.timed]:
+            for before, row in pairwise(rows):
+                if before["frozen"] == row["frozen"]:
+                    found.setdefault(row["frozen"], []).append(row["seconds"])
+        return {frozen: median(seconds) for frozen, seconds in found.items()}
 
 
 def main() -> None:
@@ -187,7 +198,31 @@ def _section(case: Case, found: dict[str, Runs], options: argparse.Namespace) ->
             f"| {mean(finals := runs.finals[: runs.timed]):.3f} ({', '.join(f'{final:.3f}' for final in finals)}) |"
         )
     plot = _plotted(case, found, options)
-    return "\n".join([*lines, "", f"![Layers frozen, length, replicas, samples/s and accuracy over time]({plot})", ""])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            *_epochs(found),
+            "",
+            f"![Layers frozen, length, replicas, samples/s and accuracy over time]({plot})",
+            "",
+        ]
+    )
+
+
+def _epochs(found: dict[str, Runs]) -> list[str]:
+    """A table of what an epoch takes, by the number of frozen layers."""
+    counts = sorted(found[ELASTIC.name].epoch_seconds())
+    base = found[PIPELINE.name].epoch_seconds()[0]
+    lines = [
+        f"| seconds of an epoch |{''.join(f' {frozen} frozen | against the pipeline |' for frozen in counts)}",
+        f"|---|{'---:|---:|' * len(counts)}",
+    ]
+    for name, runs in found.items():
+        seconds = runs.epoch_seconds()
+        cells = [f" {seconds[n]:.2f} | {base / seconds[n]:.2f}× |" if n in seconds else " – | – |" for n in counts]
+        lines.append(f"| {name} |{''.join(cells)}")
+    return lines
 
 
 def _compared(full: Sequence[float], elastic: Sequence[float]) -> str:
