@@ -76,7 +76,8 @@ Seconds are medians over the seeds, start-up left out, evaluation and checkpoint
 the accuracy that the worst seed of full training ends with; one is reached once no later epoch falls below it again. A
 seed that does not reach it within the epochs is left out of the seconds to it, and said. What an epoch takes is said by
 the number of layers that are frozen: the median of all such epochs but those that begin with a change of it, for which
-micro-batches and cache are tried and the cache is filled.
+micro-batches and cache are tried and the cache is filled. While none is frozen all elastic ways do the same: what their
+seconds differ by is the machine's noise.
 """
 
 
@@ -197,17 +198,8 @@ def _section(case: Case, found: dict[str, Runs], options: argparse.Namespace) ->
             f"| {name} |{reached} {runs.seconds:.0f} | {base.seconds / runs.seconds:.2f}× "
             f"| {mean(finals := runs.finals[: runs.timed]):.3f} ({', '.join(f'{final:.3f}' for final in finals)}) |"
         )
-    plot = _plotted(case, found, options)
-    return "\n".join(
-        [
-            *lines,
-            "",
-            *_epochs(found),
-            "",
-            f"![Layers frozen, length, replicas, samples/s and accuracy over time]({plot})",
-            "",
-        ]
-    )
+    plot = f"![Layers frozen, length, replicas, samples/s and accuracy over time]({_plotted(case, found, options)})"
+    return "\n".join([*lines, "", *_epochs(found), "", plot, ""])
 
 
 def _epochs(found: dict[str, Runs]) -> list[str]:
