@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 from stepfast_operator import metrics as operator_metrics
 from stepfast_operator.document import camel, decode
 from stepfast_operator.events import EventReason
-from stepfast_operator.spec import FailurePolicy, Interval, TrainingSpec, parse_manifest
+from stepfast_operator.failurepolicy import FailurePolicy
+from stepfast_operator.spec import Interval, TrainingSpec, parse_manifest
 from stepfast_sidecar import metrics as agent_metrics
 from stepfast_sidecar.tenants import CREDENTIAL_NAMES
 

@@ -90,7 +90,7 @@ def test_new_job_has_an_empty_status(status: Any) -> None:
 
 
 def test_field_of_a_newer_version_is_passed_over() -> None:
-    status = {**encode(replace(Status(), restarts=1)), "excludedNodes": [{"name": "n"}], "current": None}
+    status = {**encode(replace(Status(), restarts=1)), "ofAnotherVersion": [{"name": "n"}], "current": None}
     assert clusterjob.status_of(document(status=status)).restarts == 1
 
 

@@ -24,19 +24,11 @@ from stepfast.slot import CONTROL_BYTES
 from stepfast.step import JobKey, Tier
 from stepfast_operator import torchrunoptions
 from stepfast_operator.document import camel, decode
+from stepfast_operator.failurepolicy import RuleAction
 from stepfast_operator.podtemplate import EnvVar, parse_env, parse_pod_spec, parse_resources
 from stepfast_operator.quantities import parse_processes, parse_quantity, parse_strings
 from stepfast_operator.record import MAX_RECOVERIES, ConditionType, State, Status
-from stepfast_operator.spec import (
-    API_VERSION,
-    KIND,
-    MANAGED_BY,
-    Interval,
-    RuleAction,
-    TrainingSpec,
-    parse_interval,
-    parse_manifest,
-)
+from stepfast_operator.spec import API_VERSION, KIND, MANAGED_BY, Interval, TrainingSpec, parse_interval, parse_manifest
 
 FOLDER = Path(__file__).resolve().parents[2] / "crds"
 NAMES = ("trainingjobs", "checkpointnodes")
@@ -74,6 +66,7 @@ CLOSED = {
     "status.lastFailure.action": list(RuleAction),
     "status.conditions[].status": CONDITION_STATUS,
     "spec.failurePolicy.rules[].onPodConditions[].status": CONDITION_STATUS,
+    "spec.failurePolicy.rules[].onNodeConditions[].status": CONDITION_STATUS,
 }
 # As metav1.Condition requires them; the code always writes them.
 ALWAYS_WRITTEN = {"status.conditions[]": {"message", "lastTransitionTime"}}
@@ -82,6 +75,7 @@ MINIMA = {"spec.failurePolicy.rules[].onExitCodes.values[]": 0}  # exit statuses
 MAXIMA = {
     "spec.failurePolicy.rules[].onExitCodes.values[]": 255,
     "spec.trainer.numNodes": 10_000,  # four digits of a pod's name
+    "spec.nodeExclusionPolicy.maxExcludedNodes": 64,  # each is a requirement in the affinity of every pod
     "spec.checkpoint.interval": 0,  # with minimum 1: no number at all
 }
 MINIMA["spec.checkpoint.interval"] = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,8 +38,8 @@ def spec_of(*, trainer: Mapping[str, Any] | None = None, **fields: Any) -> Train
     return decode(TrainingSpec, {"trainer": train, **fields}, "spec")
 
 
-def pod_of(spec: TrainingSpec, index: int = 1, preferred: str | None = None) -> JSON:
-    pod = manifests.pod_of(OWNER, spec, LAUNCH, index, storage_uri=STORAGE, preferred_node=preferred)
+def pod_of(spec: TrainingSpec, index: int = 1, preferred: str | None = None, launch: LaunchGang = LAUNCH) -> JSON:
+    pod = manifests.pod_of(OWNER, spec, launch, index, storage_uri=STORAGE, preferred_node=preferred)
     assert json.loads(json.dumps(pod)) == pod, "plain JSON"
     return pod
 
@@ -226,6 +227,32 @@ def test_affinity_that_says_nothing(empty: Any) -> None:
     affinity = pod_of(spec_of(template={"spec": {"affinity": empty}}), preferred="node-a")["spec"]["affinity"]
     assert affinity["podAntiAffinity"] == {"requiredDuringSchedulingIgnoredDuringExecution": [APART]}
     assert len(affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]) == 1
+
+
+NOT_A, NOT_B = ({"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("node-a", "node-b"))
+
+
+def required_terms(template: JSON, *avoided: str, preferred: str | None = None) -> tuple[JSON, JSON]:
+    """The terms of which a node must meet one, and what is preferred."""
+    launch = replace(LAUNCH, avoided_nodes=avoided)
+    pod = pod_of(spec_of(template={"spec": {"affinity": template}}), launch=launch, preferred=preferred)
+    near = pod["spec"]["affinity"].get("nodeAffinity", {})
+    required = near.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    return required.get("nodeSelectorTerms"), near.get("preferredDuringSchedulingIgnoredDuringExecution")
+
+
+def test_nodes_to_avoid_are_kept_off_by_their_names_whatever_else_is_asked_for() -> None:
+    zone = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["1"]}]}
+    mine = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [zone, {}]}}}
+    assert required_terms({}, "node-a", "node-b") == ([{"matchFields": [NOT_A, NOT_B]}], None)
+    # Each of the alternatives is narrowed; one that is empty chooses nothing, and goes on choosing nothing.
+    assert required_terms(mine, "node-a") == ([{**zone, "matchFields": [NOT_A]}, {}], None)
+    assert required_terms(mine) == ([zone, {}], None)
+
+
+def test_node_to_avoid_is_not_preferred_for_what_its_memory_holds() -> None:
+    terms, preferred = required_terms({}, "node-a", preferred="node-a")
+    assert (terms, preferred) == ([{"matchFields": [NOT_A]}], None)
 
 
 def test_first_attempt_prefers_no_node() -> None:

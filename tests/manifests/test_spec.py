@@ -10,16 +10,15 @@ import pytest
 from stepfast.errors import SpecError
 from stepfast.footprint import ANNOTATION
 from stepfast.step import OnBusy
+from stepfast_operator.failurepolicy import ExitCodeOperator, RuleAction
 from stepfast_operator.podtemplate import EnvVar
 from stepfast_operator.quantities import parse_quantity
 from stepfast_operator.spec import (
     API_VERSION,
-    ExitCodeOperator,
     HangAction,
     Interval,
     MemoryAction,
     ResumePolicy,
-    RuleAction,
     TrainingJob,
     parse_interval,
     parse_manifest,

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from stepfast_operator.observed import Failure
-from stepfast_operator.record import Cause, FailedReason, ResumeRequest, Verdict
+from stepfast_operator.record import Cause, ExcludedNode, FailedReason, ResumeRequest, SparedNode, Verdict
 
 
 class StopMode(StrEnum):
@@ -21,7 +21,7 @@ class StopMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchGang:
-    """Start the gang of the attempt that the status already names."""
+    """Start the gang of the attempt that the status already names, on none of the nodes to be avoided."""
 
     attempt: int
     run: str
@@ -29,6 +29,7 @@ class LaunchGang:
     planned_time: float = 0.0
     interruptions: int = 0  # what was seen of the job until it was planned
     trained_seconds: float = 0.0
+    avoided_nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,15 +89,18 @@ class PlanAttempt:
     without_progress: int
     resume_request: ResumeRequest | None = None  # that this attempt, or one before it, honours
     is_rolled_back: bool = False  # to the resume step
+    excluded_nodes: tuple[ExcludedNode, ...] = ()
+    spared_nodes: tuple[SparedNode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndAttempt:
-    """Record: the attempt is over, why, and what follows."""
+    """Record: the attempt is over, why, and what follows. `excludes_node`: its rule keeps later ones off the node."""
 
     failure: Failure
     verdict: Verdict
     rule: str | None = None
+    excludes_node: bool = False
     fail_reason: FailedReason | None = None
     fail_message: str = ""
 
@@ -108,6 +112,7 @@ class AmendFailure:
     failure: Failure
     verdict: Verdict
     rule: str | None = None
+    excludes_node: bool = False
     fail_reason: FailedReason | None = None
     fail_message: str = ""
 

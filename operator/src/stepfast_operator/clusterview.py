@@ -133,10 +133,8 @@ class ClusterView:
             self._wake_uid(new.job_uid)
 
     def _on_node(self, old: NodeView | None, new: NodeView | None) -> None:
-        was_ready = old is not None and old.not_ready_time is None
-        is_ready = new is not None and new.not_ready_time is None
         name = (new or old).name  # type: ignore[union-attr] # one of them is there
-        if was_ready == is_ready:
+        if _health(old) == _health(new):
             return
         for uid, pods in self._pods_by_job.items():
             if any(pod.node == name for pod in pods.values()):
@@ -172,6 +170,13 @@ class ClusterView:
         for job, nodes in self._nodes_by_job.items():
             if any(view is not None and view.node in nodes for view in (old, new)):
                 self._wake_job(job)
+
+
+def _health(node: NodeView | None) -> object:
+    """What of a node may end a gang."""
+    if node is None or node.not_ready_time is not None:
+        return None
+    return [(condition.type, condition.status) for condition in node.conditions]
 
 
 def _told(report: NodeReport | None, job: JobKey) -> list[object]:

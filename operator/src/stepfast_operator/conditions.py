@@ -21,6 +21,9 @@ def conditions_of(status: Status, observed: Observed) -> tuple[Condition, ...]:
     found = [_suspended(status), _pods_ready(status, observed), _restarting(status), _fresh(status, observed)]
     if status.current is not None:
         found.append(_progressing(status))
+    excluded = _nodes_excluded(status, observed)
+    if excluded is not None:
+        found.append(excluded)
     fits = _fits_memory(observed)
     if fits is not None:
         found.append(fits)
@@ -94,6 +97,16 @@ def _fresh(status: Status, observed: Observed) -> Condition:
     if checkpoint.latest_persisted_step is None:
         return _make(kind, False, "NoCheckpoint")
     return _make(kind, True, "Fresh")
+
+
+def _nodes_excluded(status: Status, observed: Observed) -> Condition | None:
+    """Of a job that never kept off a node, nor should have, nothing is said."""
+    kind = ConditionType.NODES_EXCLUDED
+    excluded = [node for node in status.excluded_nodes if node.until_time > observed.now]
+    told = [*map(sentences.describe_excluded, excluded), *map(sentences.describe_spared, status.spared_nodes)]
+    if not told:
+        return None if observed.status.condition(kind) is None else _make(kind, False, "NoneExcluded")
+    return _make(kind, bool(excluded), "LimitReached" if status.spared_nodes else "Excluded", "; ".join(told))
 
 
 def _fits_memory(observed: Observed) -> Condition | None:

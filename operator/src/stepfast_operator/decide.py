@@ -39,7 +39,18 @@ from stepfast_operator.actions import (
     SupersedeAfter,
 )
 from stepfast_operator.observed import AgentState, Failure, Intent, Observed, WorkerPhase
-from stepfast_operator.policies import deadline, flush, freshness, memory, progress, restart, resume, suspend, ttl
+from stepfast_operator.policies import (
+    deadline,
+    exclusion,
+    flush,
+    freshness,
+    memory,
+    progress,
+    restart,
+    resume,
+    suspend,
+    ttl,
+)
 from stepfast_operator.record import Attempt, Cause, FailedReason, State, Verdict
 from stepfast_operator.spec import HangAction
 
@@ -66,7 +77,7 @@ def _decide(observed: Observed) -> Decision:
     attempt = status.open_attempt
     amended = _amend(observed)
     if amended is not None:
-        return _decision("the attempt ended because its node was lost", amended, RequeueAfter(seconds=0))
+        return _decision("what ended the attempt was its node", amended, RequeueAfter(seconds=0))
     stray = observed.live_runs - ({attempt.run} if attempt is not None and observed.gang is not None else set())
     if stray:
         stop = StopGang(runs=tuple(sorted(stray)), mode=StopMode.KILL)
@@ -96,7 +107,7 @@ def _over(observed: Observed) -> Decision:
 
 def _amend(observed: Observed) -> AmendFailure | None:
     """A rank's failure whose true cause shows while its gang is being ended: a node is known to be lost only when it
-    has been silent for a while, and the ranks of the other nodes fail long before that.
+    has been silent for a while, or to be ill when its monitor has looked, and ranks fail long before that.
     """
     current, last = observed.status.current, observed.status.last_failure
     if current is None or last is None or observed.gang is None or observed.status.is_terminal:
@@ -105,13 +116,17 @@ def _amend(observed: Observed) -> AmendFailure | None:
         return None
     failures = [worker.failure for worker in observed.gang.workers if worker.failure is not None]
     lost = next((failure for failure in failures if failure.cause is Cause.NODE_LOST), None)
-    if lost is None or last.reason not in restart.PEERS_FAIL_WITH:
+    cause = lost or exclusion.unhealthy_of(observed)
+    if cause is None or last.reason not in restart.PEERS_FAIL_WITH:
         return None
-    judged = restart.judge(observed.spec.failure_policy, lost)
+    judged = restart.judge(observed.spec.failure_policy, cause)
+    if (last.node, last.rule) == (cause.node, judged.rule) and judged.rule is not None:
+        return None  # it was known by then, and the rank tells more
     return AmendFailure(
-        failure=lost,
+        failure=cause,
         verdict=judged.verdict,
         rule=judged.rule,
+        excludes_node=judged.excludes,
         fail_reason=FailedReason.FAILURE_POLICY if judged.verdict is Verdict.FAIL else None,
         fail_message=judged.fail_message,
     )
@@ -210,7 +225,7 @@ def _plan(observed: Observed) -> Decision:
     if start.unavailable is not None:
         failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=start.unavailable)
         return _decision("there is nothing to start from", failed)
-    number = status.attempt + 1
+    number, exclude = status.attempt + 1, exclusion.exclusion_of(observed)
     plan = PlanAttempt(
         attempt=number,
         run=run_id(observed.uid, number),
@@ -221,6 +236,8 @@ def _plan(observed: Observed) -> Decision:
         without_progress=without,
         resume_request=start.request,
         is_rolled_back=start.supersede_after is not None,
+        excluded_nodes=exclude.excluded,
+        spared_nodes=exclude.spared,
     )
     # Rolled back before the plan is written: a kill in between rolls back once more, which changes nothing.
     roll_back = () if start.supersede_after is None else (SupersedeAfter(step=start.supersede_after),)
@@ -264,6 +281,7 @@ def _launch(observed: Observed, attempt: Attempt) -> Decision:
         planned_time=attempt.planned_time,
         interruptions=observed.status.interruptions,
         trained_seconds=observed.status.trained_seconds,
+        avoided_nodes=exclusion.avoided(observed),
     )
     return _decision(f"attempt {attempt.attempt} is due", launch, RequeueAfter(seconds=_SOON_SECONDS))
 
@@ -298,10 +316,18 @@ def _end(
     why: str,
     *,
     rule: str | None = None,
+    excludes_node: bool = False,
     fail_reason: FailedReason | None = None,
     fail_message: str = "",
 ) -> Decision:
-    end = EndAttempt(failure=failure, verdict=verdict, rule=rule, fail_reason=fail_reason, fail_message=fail_message)
+    end = EndAttempt(
+        failure=failure,
+        verdict=verdict,
+        rule=rule,
+        excludes_node=excludes_node,
+        fail_reason=fail_reason,
+        fail_message=fail_message,
+    )
     # Recorded before the gang is killed, by the next pass: the operator may be killed in between, and in a gang that
     # it has half ended nobody finds the cause of the end any more.
     return _decision(why, end, RequeueAfter(seconds=0))
@@ -316,6 +342,7 @@ def _fail(observed: Observed, attempt: Attempt, failure: Failure) -> Decision:
         judged.verdict,
         f"the attempt failed: {failure.cause}",
         rule=judged.rule,
+        excludes_node=judged.excludes,
         fail_reason=fail_reason,
         fail_message=judged.fail_message,
     )

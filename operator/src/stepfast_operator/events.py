@@ -28,6 +28,8 @@ class EventReason(StrEnum):
     REACHED_MAX_RESTARTS = "ReachedMaxRestarts"
     NO_PROGRESS = "NoProgress"
     HANG_DETECTED = "HangDetected"
+    NODE_EXCLUDED = "NodeExcluded"
+    NODE_SPARED = "NodeSpared"
     CHECKPOINT_RESTORED = "CheckpointRestored"
     DOES_NOT_FIT_MEMORY = "DoesNotFitMemory"
     CHECKPOINT_STALE = "CheckpointStale"
@@ -82,6 +84,7 @@ def _begun(seen: Pass) -> Iterator[JobEvent]:
     unfit = sentences.describe_fit(seen.before, after)
     if unfit is not None and fits is not None and fits.status == "False":
         yield _warning(EventReason.DOES_NOT_FIT_MEMORY, unfit)
+    yield from _kept_off(seen)
     for action in seen.decision.actions:
         if isinstance(action, MarkResumed):
             yield _normal(EventReason.RESUMED, "the job goes on")
@@ -89,6 +92,18 @@ def _begun(seen: Pass) -> Iterator[JobEvent]:
             pods = sentences.count_text(after.nodes.desired, "pod")
             text = f"{sentences.describe_plan(after.current, after)}: {pods}, run {action.run}"
             yield _normal(EventReason.PODS_CREATED, text)
+
+
+def _kept_off(seen: Pass) -> Iterator[JobEvent]:
+    """The nodes that are excluded from now on, or would be but for a limit."""
+    before, after = seen.before, seen.after
+    known = {node.name for node in before.excluded_nodes}
+    for node in after.excluded_nodes:
+        if node.name not in known:
+            yield _warning(EventReason.NODE_EXCLUDED, sentences.describe_excluded(node))
+    for spared in after.spared_nodes:
+        if spared not in before.spared_nodes:
+            yield _warning(EventReason.NODE_SPARED, sentences.describe_spared(spared))
 
 
 def _failed(seen: Pass) -> Iterator[JobEvent]:

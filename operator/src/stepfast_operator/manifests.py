@@ -15,7 +15,9 @@ from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.actions import LaunchGang
 from stepfast_operator.document import JSON
-from stepfast_operator.spec import RestartStrategy, TrainingSpec, settings_text
+from stepfast_operator.failurepolicy import RestartStrategy
+from stepfast_operator.podtemplate import PREFERRED, REQUIRED
+from stepfast_operator.spec import TrainingSpec, settings_text
 
 API_VERSION = "stepfast.dev/v1alpha1"
 RENDEZVOUS_PORT = 29400
@@ -131,7 +133,7 @@ def pod_of(
         "subdomain": job.name,
         "containers": [_container(_trainer_of(template), spec, variables), *others],
         "volumes": [*_without(template.get("volumes") or (), _VOLUME), _volume(spec, job, launch.run)],
-        "affinity": _affinity(template.get("affinity") or {}, owner, preferred_node),
+        "affinity": _affinity(template.get("affinity") or {}, owner, preferred_node, launch.avoided_nodes),
     }
     tolerations = tolerations_of(spec)
     if tolerations:
@@ -284,22 +286,38 @@ def _volume(spec: TrainingSpec, job: JobKey, run: str) -> JSON:
     return {"name": _VOLUME, "csi": driver}
 
 
-def _affinity(template: JSON, owner: Owner, preferred_node: str | None) -> JSON:
+def _affinity(template: JSON, owner: Owner, preferred_node: str | None, avoided_nodes: Sequence[str]) -> JSON:
     """A node holds one pod of a gang, as its name says, and rather that which it held before."""
     affinity = copy.deepcopy(dict(template))
     apart = affinity["podAntiAffinity"] = affinity.get("podAntiAffinity") or {}
-    apart["requiredDuringSchedulingIgnoredDuringExecution"] = [
-        *(apart.get("requiredDuringSchedulingIgnoredDuringExecution") or ()),
+    apart[REQUIRED] = [
+        *(apart.get(REQUIRED) or ()),
         {"labelSelector": {"matchLabels": {labels.JOB_UID: owner.uid}}, "topologyKey": _HOSTNAME},
     ]
-    if preferred_node is not None:
-        near = affinity["nodeAffinity"] = affinity.get("nodeAffinity") or {}
-        # By its name: the node's label kubernetes.io/hostname may be another.
-        term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [preferred_node]}]}
-        near["preferredDuringSchedulingIgnoredDuringExecution"] = [
-            *(near.get("preferredDuringSchedulingIgnoredDuringExecution") or ()), {"weight": 100, "preference": term}
-        ]  # fmt: skip
+    near = affinity.get("nodeAffinity") or {}
+    if preferred_node is not None and preferred_node not in avoided_nodes:
+        term = {"matchFields": [_named("In", preferred_node)]}
+        near[PREFERRED] = [*(near.get(PREFERRED) or ()), {"weight": 100, "preference": term}]
+    if avoided_nodes:
+        off = [_named("NotIn", name) for name in avoided_nodes]
+        near[REQUIRED] = {"nodeSelectorTerms": _narrowed((near.get(REQUIRED) or {}).get("nodeSelectorTerms"), off)}
+    if near:
+        affinity["nodeAffinity"] = near
     return affinity
+
+
+def _named(operator: str, name: str) -> JSON:
+    """By the node's name: its label kubernetes.io/hostname may be another. The API takes one name at a time."""
+    return {"key": "metadata.name", "operator": operator, "values": [name]}
+
+
+def _narrowed(terms: Sequence[JSON] | None, fields: Sequence[JSON]) -> list[JSON]:
+    """Terms of which one has to hold, each with these requirements, too. One that is empty chooses nothing, and is to
+    go on choosing nothing.
+    """
+    if not terms:
+        return [{"matchFields": list(fields)}]
+    return [{**term, "matchFields": [*(term.get("matchFields") or ()), *fields]} if term else term for term in terms]
 
 
 def _without(named: Sequence[JSON], name: str) -> list[JSON]:

@@ -44,7 +44,7 @@ class Failure:
     """What is known of the end of an attempt. `exit_code` is 128 + signal for a rank that a signal killed.
 
     `reason` is Kubernetes' own word, of the container or the pod (`OOMKilled`, `Evicted`), `pod_conditions` the pod's
-    conditions as (type, status).
+    conditions as (type, status), `node_conditions` those of its node that some rule asks about.
     """
 
     cause: Cause
@@ -56,11 +56,36 @@ class Failure:
     pod: str | None = None
     reason: str | None = None
     pod_conditions: tuple[tuple[str, str], ...] = ()
+    node_conditions: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_vanished_pod(self) -> bool:
         """Whether it is a pod that is no more, whose end nobody saw: `time` is when it was missed."""
         return self.cause is Cause.POD_DELETED and self.pod is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCondition:
+    """A condition of a node that some rule of the job asks about, and that the node has. `since`: seconds since the
+    epoch.
+    """
+
+    type: str
+    status: str
+    since: float
+    message: str = ""
+
+    def __str__(self) -> str:
+        """`XIDErrors=True (XID 79 on GPU 3)`."""
+        return f"{self.type}={self.status}" + (f" ({self.message})" if self.message else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A Ready node that the gang's pods may run on, by its labels and taints."""
+
+    name: str
+    conditions: tuple[NodeCondition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +102,11 @@ class Worker:
     pod: str | None = None
     message: str = ""
     running_since: float | None = None
+    node_conditions: tuple[NodeCondition, ...] = ()
+
+    @property
+    def condition_pairs(self) -> tuple[tuple[str, str], ...]:
+        return tuple((condition.type, condition.status) for condition in self.node_conditions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +193,8 @@ class Observed:
     `began_time` is when this operator (this `stepfast run`) began to look: what was due before it nobody could do.
     `command` names the command that asks for `resumeFromStep`, unlike any before it; None when the manifest does.
     `anatomy` is the prediction that the manifest carries, as it is written there; `room` what it is compared with,
-    when `policies.memory.is_due`.
+    when `policies.memory.is_due`. `nodes` are those that the gang may run on; None on one machine, while a gang runs,
+    and where nothing depends on them.
     `committed` is None until a decision asked to read it; `storage_error` says in a line why reading failed, and
     `is_storage_forbidden` that waiting will not mend it. `generation` is the manifest's, None on one machine.
     """
@@ -190,6 +221,7 @@ class Observed:
     generation: int | None = None
     anatomy: str | None = None
     room: Room = Room()
+    nodes: Sequence[Candidate] | None = None
 
     @property
     def is_on_one_machine(self) -> bool:

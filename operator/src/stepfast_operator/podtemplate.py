@@ -18,11 +18,9 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _ENV_FIELDS = frozenset({"name", "value", "valueFrom"})
 _RESOURCE_FIELDS = ("limits", "requests")
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"  # rules of an affinity that must hold
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 # The lists in a pod's affinity that ours are added to.
-_AFFINITIES = {
-    "podAntiAffinity": REQUIRED,
-    "nodeAffinity": "preferredDuringSchedulingIgnoredDuringExecution",
-}
+_AFFINITIES = {"podAntiAffinity": REQUIRED, "nodeAffinity": PREFERRED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

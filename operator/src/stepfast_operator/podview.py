@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -11,6 +11,7 @@ from stepfast.nodestatus import JobStatus, from_document
 from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.document import JSON
+from stepfast_operator.observed import NodeCondition
 from stepfast_operator.quantities import parse_quantity
 
 _TERMINAL = frozenset({"Succeeded", "Failed"})
@@ -81,7 +82,7 @@ class Taint:
 class NodeView:
     """A node. `not_ready_time` is since when it is not Ready; None while it is. `allocatable_bytes`: of its memory.
     `gpus`: how many `nvidia.com/gpu` pods may have of it (0 where it says nothing). `taints`: of one that is cordoned
-    that, too.
+    that, too. `conditions`: all others.
     """
 
     name: str
@@ -91,6 +92,11 @@ class NodeView:
     allocatable_bytes: int | None = None
     gpus: int = 0
     taints: tuple[Taint, ...] = ()
+    conditions: tuple[NodeCondition, ...] = ()
+
+    def conditions_in(self, wanted: Container[tuple[str, str]]) -> tuple[NodeCondition, ...]:
+        """Those of its conditions whose type and status are among these."""
+        return tuple(condition for condition in self.conditions if (condition.type, condition.status) in wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +162,8 @@ def pod_of(pod: JSON) -> PodView | None:
 
 
 def node_of(node: JSON) -> NodeView:
-    ready: Mapping[str, str] = next(
-        (one for one in (node.get("status") or {}).get("conditions") or () if one["type"] == "Ready"), {}
-    )
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    ready: Mapping[str, str] = next((one for one in conditions if one["type"] == "Ready"), {})
     is_ready = ready.get("status") == "True"
     return NodeView(
         name=node["metadata"]["name"],
@@ -167,7 +172,18 @@ def node_of(node: JSON) -> NodeView:
         allocatable_bytes=_allocatable(node, "memory"),
         gpus=_allocatable(node, "nvidia.com/gpu") or 0,
         taints=_taints(node.get("spec") or {}),
+        conditions=tuple(_node_condition(one) for one in conditions if one["type"] != "Ready"),
         ready_message="" if is_ready else f"{ready.get('reason', 'NotReady')}: {ready.get('message', '')}".rstrip(": "),
+    )
+
+
+def _node_condition(condition: JSON) -> NodeCondition:
+    said = (condition.get("reason") or "", condition.get("message") or "")
+    return NodeCondition(
+        type=condition["type"],
+        status=condition["status"],
+        since=_time(condition.get("lastTransitionTime")) or 0.0,
+        message=": ".join(filter(None, said)),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 MAX_RECOVERIES = 10
+MAX_NODE_FAULTS = 50
 
 
 class State(StrEnum):
@@ -47,6 +48,7 @@ class Cause(StrEnum):
     POD_DELETED = "PodDeleted"  # by somebody else than the operator
     POD_EVICTED = "PodEvicted"  # preempted, drained, evicted: condition DisruptionTarget
     NODE_LOST = "NodeLost"  # the pod's node is NotReady or gone
+    NODE_UNHEALTHY = "NodeUnhealthy"  # the node has a condition that a rule asks about
     HANG_DETECTED = "HangDetected"
     SUPERVISOR_RESTARTED = "SupervisorRestarted"  # `stepfast run` itself was killed, its gang with it
     DEADLINE = "Deadline"
@@ -69,6 +71,7 @@ class ConditionType(StrEnum):
     RESTARTING = "Restarting"
     CHECKPOINT_FRESH = "CheckpointFresh"
     FITS_MEMORY = "FitsMemory"
+    NODES_EXCLUDED = "NodesExcluded"
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -184,6 +187,36 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFault:
+    """An attempt's end that speaks against the node that it happened on. `rule`: the one that excludes it for that."""
+
+    node: str
+    attempt: int
+    fault_time: float = field(metadata={"name": "time"})
+    reason: Cause
+    rule: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExcludedNode:
+    """A node that the gang keeps off."""
+
+    name: str
+    reason: str
+    since_time: float = field(metadata={"name": "since"})
+    until_time: float = field(metadata={"name": "until"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparedNode:
+    """A node that it would keep off for that reason, if it were not for the limit."""
+
+    name: str
+    reason: str
+    limit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One launch of the gang. `run` and `resume_step` are fixed before it is launched and never change."""
 
@@ -282,6 +315,9 @@ class Status:
     checkpoint: CheckpointStatus = CheckpointStatus()
     last_failure: LastFailure | None = None
     recoveries: tuple[Recovery, ...] = ()
+    node_faults: tuple[NodeFault, ...] = ()  # within nodeExclusionPolicy.ttlSeconds, oldest first
+    excluded_nodes: tuple[ExcludedNode, ...] = ()  # as of the newest attempt, oldest first
+    spared_nodes: tuple[SparedNode, ...] = ()
     steps_lost: int = 0
     interruptions: int = 0  # of training: restarts of the gang, and those in place
     trained_seconds: float = 0.0  # of attempts that ended, also the steps that were lost

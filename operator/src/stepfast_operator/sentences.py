@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 
 from stepfast.sizes import size_text
 from stepfast_operator.observed import Failure
-from stepfast_operator.record import Attempt, ConditionType, LastFailure, Recovery, State, Status
+from stepfast_operator.record import (
+    Attempt,
+    ConditionType,
+    ExcludedNode,
+    LastFailure,
+    Recovery,
+    SparedNode,
+    State,
+    Status,
+)
 
 ALL_RANKS = "all ranks are here"
 _NO_RANK = "no rank uses the SDK yet"
@@ -85,6 +95,16 @@ def describe_recovery(recovery: Recovery) -> str:
     lost = f", {count_text(recovery.steps_lost, 'step')} lost" if recovery.steps_lost else ", nothing lost"
     seconds = recovery.duration_seconds or 0.0
     return f"training goes on {seconds:.1f} s after the failure of attempt {recovery.attempt}{lost}"
+
+
+def describe_excluded(node: ExcludedNode) -> str:
+    until = datetime.fromtimestamp(node.until_time, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return f"node {node.name} is kept off until {until}: {node.reason}"
+
+
+def describe_spared(node: SparedNode) -> str:
+    """That a limit stands against keeping off a node."""
+    return f"node {node.name} is not kept off ({node.reason}): {node.limit}"
 
 
 def describe_fit(before: Status, after: Status) -> str | None:

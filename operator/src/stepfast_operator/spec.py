@@ -17,6 +17,7 @@ from stepfast.errors import SpecError
 from stepfast.footprint import ANNOTATION
 from stepfast.step import JobKey, OnBusy
 from stepfast_operator.document import JSON, decode
+from stepfast_operator.failurepolicy import FailurePolicy, NodeExclusionPolicy
 from stepfast_operator.podtemplate import EnvVar, PodTemplate, parse_env, parse_resources
 from stepfast_operator.quantities import check_memory, parse_processes, parse_quantity, parse_strings
 from stepfast_operator.torchrunoptions import check_command, check_environment
@@ -26,24 +27,17 @@ KIND = "TrainingJob"
 MANAGED_BY = "stepfast.dev/operator"
 
 # Of the API, without a meaning on one machine.
-_CLUSTER_ONLY = frozenset({"managedBy", "ttlSecondsAfterFinished", "template", "spot", "suspend"})
+_CLUSTER_ONLY = frozenset(
+    {"managedBy", "ttlSecondsAfterFinished", "template", "spot", "suspend", "nodeExclusionPolicy"}
+)
 _CLUSTER_ONLY_INNER = {
     "trainer": frozenset({"image", "resourcesPerNode"}),
     "failurePolicy": frozenset({"restartStrategy", "maxInPlaceRestarts", "podDeletionGraceSeconds"}),
     "checkpoint": frozenset({"secretRef"}),
 }
-_CLUSTER_ONLY_IN_RULES = frozenset({"onPodConditions", "onReasons"})
+_CLUSTER_ONLY_IN_RULES = frozenset({"onPodConditions", "onNodeConditions", "onReasons", "excludeNode"})
 # Designed, and not built yet: whoever writes one of them is told so, and not that it is misspelt.
-_PLANNED = frozenset({"elasticPolicy", "podGroupPolicy", "nodeExclusionPolicy"})
-_PLANNED_IN_RULES = frozenset({"onNodeConditions", "excludeNode"})
-
-
-class RuleAction(StrEnum):
-    """What a failure rule does."""
-
-    FAIL_JOB = "FailJob"
-    RESTART_JOB = "RestartJob"
-    RESTART_IGNORING_MAX = "RestartJobAndIgnoreMaxRestarts"
+_PLANNED = frozenset({"elasticPolicy", "podGroupPolicy"})
 
 
 class HangAction(StrEnum):
@@ -68,18 +62,6 @@ class ResumePolicy(StrEnum):
     LATEST = "Latest"
     STEP = "Step"
     NEVER = "Never"
-
-
-class ExitCodeOperator(StrEnum):
-    IN = "In"
-    NOT_IN = "NotIn"
-
-
-class RestartStrategy(StrEnum):
-    """What follows the death of a rank. IN_PLACE: first torchrun starts the ranks anew inside the pods that live."""
-
-    RECREATE = "Recreate"
-    IN_PLACE = "InPlace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,55 +106,6 @@ class Trainer:
     resources_per_node: Mapping[str, Mapping[str, str]] = field(
         default_factory=dict, metadata={"parse": parse_resources}
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnExitCodes:
-    operator: ExitCodeOperator
-    values: tuple[int, ...]
-
-    def matches(self, exit_code: int) -> bool:
-        return (exit_code in self.values) == (self.operator is ExitCodeOperator.IN)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnPodCondition:
-    type: str
-    status: str = "True"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """What to do about failures of one kind: exactly one of the `on_…` says which."""
-
-    name: str
-    action: RuleAction
-    on_exit_codes: OnExitCodes | None = None
-    on_pod_conditions: tuple[OnPodCondition, ...] = ()
-    on_reasons: tuple[str, ...] = ()
-
-    @property
-    def kinds(self) -> int:
-        """How many of the `on_…` are given."""
-        return (self.on_exit_codes is not None) + bool(self.on_pod_conditions) + bool(self.on_reasons)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backoff:
-    base_seconds: float = field(default=1.0, metadata={"least": 0})
-    max_seconds: float = field(default=300.0, metadata={"least": 0})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailurePolicy:
-    max_restarts: int = field(default=10, metadata={"least": 0})
-    max_restarts_without_progress: int = field(default=3, metadata={"least": 0})
-    restart_strategy: RestartStrategy = RestartStrategy.RECREATE
-    max_in_place_restarts: int = field(default=3, metadata={"least": 0})  # within one attempt
-    backoff: Backoff = Backoff()
-    pod_deletion_grace_seconds: float = field(default=30.0, metadata={"least": 0})
-    flush_timeout_seconds: float = field(default=120.0, metadata={"least": 0})
-    rules: tuple[Rule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +175,8 @@ class TrainingSpec:
     spot: Spot = Spot()
     active_deadline_seconds: float | None = field(default=None, metadata={"least": 0})
     startup_deadline_seconds: float = field(default=900.0, metadata={"least": 0})
-    failure_policy: FailurePolicy = FailurePolicy()
+    failure_policy: FailurePolicy = field(default_factory=FailurePolicy)
+    node_exclusion_policy: NodeExclusionPolicy = field(default_factory=NodeExclusionPolicy)
     progress_policy: ProgressPolicy = ProgressPolicy()
     memory_policy: MemoryPolicy = MemoryPolicy()
     checkpoint: Checkpoint = Checkpoint()
@@ -255,7 +189,9 @@ class TrainingSpec:
         for index, rule in enumerate(self.failure_policy.rules):
             if rule.kinds != 1:
                 path = f"spec.failurePolicy.rules[{index}]"
-                raise SpecError(path, "needs exactly one of onExitCodes, onPodConditions and onReasons")
+                raise SpecError(
+                    path, "needs exactly one of onExitCodes, onPodConditions, onNodeConditions and onReasons"
+                )
         checkpoint = self.checkpoint
         if checkpoint.memory.size_limit is not None:
             ranks = self.trainer.num_proc_per_node or 1
@@ -324,10 +260,6 @@ def _anatomy_of(metadata: Mapping[str, JSON]) -> str | None:
 
 def _refuse_planned(spec: Mapping[str, JSON]) -> None:
     found = [f"spec.{name}" for name in spec if name in _PLANNED]
-    policy = spec.get("failurePolicy")
-    rules = policy.get("rules") if isinstance(policy, Mapping) else None
-    for index, rule in enumerate(rules if isinstance(rules, list | tuple) else ()):
-        found += [f"spec.failurePolicy.rules[{index}].{name}" for name in rule if name in _PLANNED_IN_RULES]
     if found:
         raise SpecError(found[0], "is planned, but this version of Stepfast does not know it yet: leave it out")
 

@@ -39,8 +39,10 @@ from stepfast_operator.actions import (
     SupersedeAfter,
 )
 from stepfast_operator.conditions import conditions_of, refused_conditions
+from stepfast_operator.failurepolicy import RuleAction
 from stepfast_operator.intake import take_in
 from stepfast_operator.observed import Failure, Observed
+from stepfast_operator.policies import exclusion
 from stepfast_operator.record import (
     MAX_RECOVERIES,
     Attempt,
@@ -54,7 +56,6 @@ from stepfast_operator.record import (
     Verdict,
 )
 from stepfast_operator.sentences import with_seen_first
-from stepfast_operator.spec import RuleAction
 
 # What the API calls what follows a failure.
 _ACTIONS = {
@@ -100,9 +101,9 @@ def _fold(status: Status, record: Record, observed: Observed) -> Status:
         case PlanAttempt():
             return _plan(status, record, now)
         case EndAttempt():
-            return _end(status, record, now)
+            return _with_fault(_end(status, record, now), record, observed)
         case AmendFailure():
-            return _amend(status, record)
+            return _with_fault(_amend(status, record), record, observed)
         case MarkSuspended():
             return _suspend(status, now)
         case MarkResumed():
@@ -205,6 +206,15 @@ def _end(status: Status, record: EndAttempt, now: float) -> Status:
     return replace(status, recoveries=(*status.recoveries, recovery)[-MAX_RECOVERIES:])
 
 
+def _with_fault(status: Status, record: EndAttempt | AmendFailure, observed: Observed) -> Status:
+    """With what the attempt's end says of the node that it happened on."""
+    if record.verdict is Verdict.SUSPEND or status.current is None:
+        return status
+    rule = record.rule if record.excludes_node else None
+    policy = observed.spec.node_exclusion_policy
+    return exclusion.with_fault(status, status.current.attempt, record.failure, rule, policy)
+
+
 def _amend(status: Status, record: AmendFailure) -> Status:
     """Puts the blame for the last attempt's end right. What it was taken for is still told."""
     failure, current, last = record.failure, status.current, status.last_failure
@@ -276,6 +286,8 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
         start_time=status.start_time if status.start_time is not None else now,
         progress_step=plan.progress_step,
         resume_request=plan.resume_request,
+        excluded_nodes=plan.excluded_nodes,
+        spared_nodes=plan.spared_nodes,
         current=attempt,
         trainer_status=trainer,
         checkpoint=replace(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import replace
 
 from stepfast.nodestatus import JobStatus
 from stepfast.step import attempt_of
@@ -35,28 +36,37 @@ def workers_of(
     *,
     now: float,
     is_stopping: bool,
+    wanted_conditions: Container[tuple[str, str]] = frozenset(),
 ) -> list[Worker]:
     """The workers of the gang whose pods these are. `is_stopping`: it was asked to end, so that pods which go
-    have not failed.
+    have not failed. `wanted_conditions`: those of nodes, as (type, status), that are told.
     """
-    by_index = {pod.index: pod for pod in pods}
-    return [_worker(index, by_index.get(index), node_of, now, is_stopping) for index in range(nodes)]
+    by_index, found = {pod.index: pod for pod in pods}, []
+    for index in range(nodes):
+        pod = by_index.get(index)
+        if pod is None:
+            found.append(_missing(index, now, is_stopping))
+            continue
+        node = node_of(pod.node) if pod.node is not None else None
+        worker = _worker(pod, node, now, is_stopping)
+        ill = node.conditions_in(wanted_conditions) if node is not None else ()
+        found.append(replace(worker, node_conditions=ill) if ill else worker)
+    return found
 
 
-def _worker(
-    index: int, pod: PodView | None, node_of: Callable[[str], NodeView | None], now: float, is_stopping: bool
-) -> Worker:
-    if pod is None:
-        gone = Failure(cause=Cause.POD_DELETED, time=now, message=f"the pod of node index {index} is gone")
-        failure = None if is_stopping else gone
-        return Worker(index=index, node=f"(node index {index})", phase=WorkerPhase.FAILED, failure=failure)
-    node = node_of(pod.node) if pod.node is not None else None
+def _missing(index: int, now: float, is_stopping: bool) -> Worker:
+    gone = Failure(cause=Cause.POD_DELETED, time=now, message=f"the pod of node index {index} is gone")
+    failure = None if is_stopping else gone
+    return Worker(index=index, node=f"(node index {index})", phase=WorkerPhase.FAILED, failure=failure)
+
+
+def _worker(pod: PodView, node: NodeView | None, now: float, is_stopping: bool) -> Worker:
     phase = _PHASES.get(pod.phase, WorkerPhase.RUNNING)
     failure = _ended(pod, now) if phase is not WorkerPhase.SUCCEEDED else None
     if failure is None and pod.is_alive and not is_stopping:
         failure = _lost(pod, node, now) or _deleted(pod, now)
     return Worker(
-        index=index,
+        index=pod.index,
         node=pod.node or pod.name,
         pod=pod.name,
         phase=phase,

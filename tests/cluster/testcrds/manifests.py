@@ -61,8 +61,11 @@ FULL: dict[str, Any] = {
             {"name": "evicted", "action": "RestartJobAndIgnoreMaxRestarts",
              "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             {"name": "memory", "action": "RestartJob", "onReasons": ["OOMKilled"]},
+            {"name": "gpu", "action": "RestartJobAndIgnoreMaxRestarts", "excludeNode": True,
+             "onNodeConditions": [{"type": "XIDErrors", "status": "True"}]},
         ],
     },
+    "nodeExclusionPolicy": {"maxFailuresPerNode": 3, "ttlSeconds": 3600, "maxExcludedNodes": 4},
     "progressPolicy": {"progressDeadlineSeconds": 600, "action": "Notify"},
     "memoryPolicy": {"action": "Refuse", "deviceMemory": "16Gi"},
     "checkpoint": {

@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "manager without a path": ({**LEAST, "managedBy": "kueue"}, "must be a domain, a slash and a path"),
     "backoff": ({**LEAST, "failurePolicy": {"backoff": {"baseSeconds": 301}}},
         "baseSeconds must not be greater than maxSeconds"),
-    "rule of no kind": (rule(), "needs exactly one of onExitCodes, onPodConditions and onReasons"),
+    "rule of no kind": (rule(), "needs exactly one of onExitCodes, onPodConditions, onNodeConditions and onReasons"),
     "rule of two kinds": (rule(onReasons=["a"], onPodConditions=[{"type": "b"}]), "needs exactly one of onExitCodes"),
     "rule for success": (rule(onExitCodes={"operator": "In", "values": [0, 1]}), "0 is no failure"),
     "no exit codes": (rule(onExitCodes={"operator": "In", "values": []}), "should have at least 1 items"),
@@ -116,9 +116,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "device memory of no size": ({**LEAST, "memoryPolicy": {"deviceMemory": "16GB"}}, "is no size: write bytes"),
     "elastic gangs": ({**LEAST, "elasticPolicy": {"minNodes": 1}}, 'unknown field "spec.elasticPolicy"'),
     "pod groups": ({**LEAST, "podGroupPolicy": {}}, 'unknown field "spec.podGroupPolicy"'),
-    "node exclusion": ({**LEAST, "nodeExclusionPolicy": {}}, 'unknown field "spec.nodeExclusionPolicy"'),
-    "excluded nodes": (rule(onReasons=["a"], excludeNode=True),
-        'unknown field "spec.failurePolicy.rules[0].excludeNode"'),
+    "rule about nodes that are not ready": (rule(onNodeConditions=[{"type": "Ready"}]), "which needs no rule"),
+    "too many excluded nodes": ({**LEAST, "nodeExclusionPolicy": {"maxExcludedNodes": 65}},
+        "should be less than or equal to 64"),
+    "nodes excluded for no failure": ({**LEAST, "nodeExclusionPolicy": {"maxFailuresPerNode": 0}},
+        "should be greater than or equal to 1"),
 }  # fmt: skip
 BAD_NAMES = {
     "too long": ("a" * 51, "at most 50 characters"),

@@ -15,10 +15,12 @@ from stepfast.step import JobKey, restarted_run
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.observed import (
     AgentState,
+    Candidate,
     Committed,
     Failure,
     Gang,
     Intent,
+    NodeCondition,
     Observed,
     Room,
     Worker,
@@ -77,6 +79,8 @@ class FakeBackend:
         self.anatomy: str | None = None
         self.room = Room(world_size=world_size, ranks=world_size)
         self.awaited_agents: tuple[str, ...] = ()
+        self.nodes: tuple[str, ...] | None = None  # that gangs may run on; None: nobody knows of nodes
+        self.node_conditions: dict[str, tuple[NodeCondition, ...]] = {}  # by node: those that rules ask about
 
     # What the world does.
 
@@ -204,7 +208,7 @@ class FakeBackend:
             spec=self.spec,
             status=status,
             intent=self.intent,
-            gang=_gang_of(gang) if gang is not None else None,
+            gang=self._gang_of(gang) if gang is not None else None,
             live_runs=frozenset(run for run, gang in self.gangs.items() if gang.lives),
             agent=self.agent,
             reports=reports,
@@ -216,7 +220,13 @@ class FakeBackend:
             awaited_agents=self.awaited_agents,
             anatomy=self.anatomy,
             room=self.room,
+            nodes=self._candidates(),
         )
+
+    def _candidates(self) -> Sequence[Candidate] | None:
+        if self.nodes is None:
+            return None
+        return [Candidate(name=name, conditions=self.node_conditions.get(name, ())) for name in self.nodes]
 
     async def read_steps(self) -> Sequence[Committed]:
         self._check_storage()
@@ -318,18 +328,20 @@ class FakeBackend:
             final_step=self.final.get(run),
         )
 
-
-def _gang_of(gang: FakeGang) -> Gang:
-    workers = [
-        Worker(
-            index=node,
-            node=f"node-{node}",
-            phase=phase,
-            failure=gang.failures.get(node),
-            pod=f"{gang.run}-{node}",
-            message=gang.messages.get(node, ""),
-            running_since=gang.running_since.get(node, gang.launched_time) if phase is WorkerPhase.RUNNING else None,
-        )
-        for node, phase in sorted(gang.phases.items())
-    ]
-    return Gang(run=gang.run, launched_time=gang.launched_time, workers=workers)
+    def _gang_of(self, gang: FakeGang) -> Gang:
+        workers = [
+            Worker(
+                index=node,
+                node=f"node-{node}",
+                phase=phase,
+                failure=gang.failures.get(node),
+                pod=f"{gang.run}-{node}",
+                message=gang.messages.get(node, ""),
+                running_since=gang.running_since.get(node, gang.launched_time)
+                if phase is WorkerPhase.RUNNING
+                else None,
+                node_conditions=self.node_conditions.get(f"node-{node}", ()),
+            )
+            for node, phase in sorted(gang.phases.items())
+        ]
+        return Gang(run=gang.run, launched_time=gang.launched_time, workers=workers)

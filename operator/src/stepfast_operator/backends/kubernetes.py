@@ -35,6 +35,7 @@ from stepfast_operator.manifests import Owner
 from stepfast_operator.names import is_run_of
 from stepfast_operator.observed import (
     AgentState,
+    Candidate,
     Committed,
     Gang,
     Intent,
@@ -43,8 +44,9 @@ from stepfast_operator.observed import (
     Worker,
     dead_ranks_of,
 )
+from stepfast_operator.placement import placement_of
 from stepfast_operator.podview import PodView
-from stepfast_operator.policies import memory
+from stepfast_operator.policies import exclusion, memory
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
 from stepfast_operator.room import room_of
 from stepfast_operator.workers import had_ranks, previous_nodes, workers_of
@@ -138,6 +140,7 @@ class KubernetesBackend:
             generation=self._job.generation,
             anatomy=self._job.manifest.anatomy,
             room=self._room(status, gang),
+            nodes=self._candidates(status, gang),
         )
 
     async def read_steps(self) -> Sequence[Committed]:
@@ -239,6 +242,19 @@ class KubernetesBackend:
             return Room()
         return room_of(self._job.spec, self._view.nodes.values(), self._view.reports.get)
 
+    def _candidates(self, status: Status, gang: Gang | None) -> Sequence[Candidate] | None:
+        """The nodes that the next gang may run on; where nothing depends on them, no walk over thousands of nodes."""
+        is_running = status.open_attempt is not None and gang is not None
+        policy = self._job.spec.failure_policy
+        if is_running or status.is_terminal or not exclusion.is_asked(status, policy):
+            return None
+        placement, wanted = placement_of(self._job.spec), exclusion.wanted_conditions(policy)
+        return [
+            Candidate(name=node.name, conditions=node.conditions_in(wanted))
+            for node in self._view.nodes.values()
+            if node.not_ready_time is None and placement.admits(node)
+        ]
+
     def _intent(self) -> Intent:
         # A job that is deleted gets its last checkpoint, as one that is suspended does.
         return Intent.SUSPEND if self._job.spec.suspend or self._job.is_deleted else Intent.RUN
@@ -264,8 +280,14 @@ class KubernetesBackend:
 
     def _workers(self, current: Attempt, launched: Launched, pods: Sequence[PodView], now: float) -> Sequence[Worker]:
         ours = [pod for pod in pods if pod.run == current.run]
-        is_stopping = current.stopping_time is not None
-        return workers_of(ours, launched.nodes, self._view.node, now=now, is_stopping=is_stopping)
+        return workers_of(
+            ours,
+            launched.nodes,
+            self._view.node,
+            now=now,
+            is_stopping=current.stopping_time is not None,
+            wanted_conditions=exclusion.wanted_conditions(self._job.spec.failure_policy),
+        )
 
     def _live_runs(self, status: Status, pods: Sequence[PodView]) -> frozenset[str]:
         launched, attempt = self._launched(), status.open_attempt

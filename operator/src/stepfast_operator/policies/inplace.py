@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from stepfast.nodestatus import RankStatus
 from stepfast.step import restarted_run, split_run
+from stepfast_operator.failurepolicy import RestartStrategy
 from stepfast_operator.observed import DeadRank, Observed
 from stepfast_operator.record import MAX_RECOVERIES, Attempt, Cause, Recovery, Status
-from stepfast_operator.spec import RestartStrategy
 
 
 def may_follow(observed: Observed, run: str) -> bool:

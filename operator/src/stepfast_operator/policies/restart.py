@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from stepfast_operator.failurepolicy import Backoff, FailurePolicy, Rule, RuleAction
 from stepfast_operator.observed import DeadRank, Failure, Observed, WorkerPhase
-from stepfast_operator.policies import inplace
+from stepfast_operator.policies import exclusion, inplace
 from stepfast_operator.record import Cause, FailedReason, Status, Verdict
 from stepfast_operator.sentences import with_seen_first
-from stepfast_operator.spec import Backoff, FailurePolicy, Rule, RuleAction
 
 # torchrun tells the exit code within milliseconds; only when it cannot is the agent's word alone taken for a
 # death.
@@ -34,8 +34,11 @@ _DISRUPTED = ("DisruptionTarget", "True")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
+    """`excludes`: whether the rule keeps the next attempts off the node."""
+
     verdict: Verdict
     rule: str | None = None
+    excludes: bool = False
     fail_message: str = ""
 
 
@@ -52,9 +55,12 @@ class Budget:
 def failure_of(observed: Observed) -> Failure | None:
     """The first failure of the current gang, if any: the first failed rank ends the attempt for all."""
     failures = [_dated(observed, failure) for failure in _worker_failures(observed)]
+    unhealthy = exclusion.unhealthy_of(observed)
     if failures:
         earliest = min(failures, key=lambda failure: failure.time)
-        return None if _untold(observed, earliest.time) else _blamed(earliest, failures)
+        return None if _untold(observed, earliest.time) else _blamed(earliest, failures, unhealthy)
+    if unhealthy is not None:
+        return unhealthy
     dead = [rank for rank in _dead_ranks(observed) if observed.now - rank.ended_time >= DEAD_RANK_GRACE_SECONDS]
     if not dead:
         return None
@@ -68,12 +74,13 @@ def failure_of(observed: Observed) -> Failure | None:
     )
 
 
-def _blamed(earliest: Failure, failures: Iterable[Failure]) -> Failure:
-    """A pod that vanished, if there is one, where ranks seem to have failed first: it is dated when it was missed,
-    after the peers that failed because of it. What else befell a pod has its cause in that pod.
+def _blamed(earliest: Failure, failures: Iterable[Failure], unhealthy: Failure | None) -> Failure:
+    """A pod that vanished, or a node that is ill, if there is one, where ranks seem to have failed first: either is
+    dated when it was noticed, after the peers that failed because of it. What else befell a pod has its cause in that
+    pod.
     """
-    gone = next((failure for failure in failures if failure.is_vanished_pod), None)
-    if gone is None or earliest.cause not in PEERS_FAIL_WITH:
+    gone = next((failure for failure in failures if failure.is_vanished_pod), unhealthy)
+    if gone is None or earliest.cause not in PEERS_FAIL_WITH or earliest.node == gone.node:
         return earliest
     return replace(gone, time=earliest.time, message=with_seen_first(gone.message, earliest))
 
@@ -132,23 +139,29 @@ def _match(rule: Rule, failure: Failure) -> str | None:
     code = failure.exit_code
     if rule.on_exit_codes is not None:
         return f"exit code {code}" if code is not None and rule.on_exit_codes.matches(code) else None
-    for wanted in rule.on_pod_conditions:
-        if (wanted.type, wanted.status) in failure.pod_conditions:
-            return f"pod condition {wanted.type}={wanted.status}"
+    for what, wanted, found in (
+        ("pod", rule.on_pod_conditions, failure.pod_conditions),
+        ("node", rule.on_node_conditions, failure.node_conditions),
+    ):
+        pairs = [(one.type, one.status) for one in wanted]
+        matched = next((pair for pair in pairs if pair in found), None)
+        if matched is not None:
+            return f"{what} condition {'='.join(matched)}"
     # The status shows the cause: whoever copies that word into a rule means it.
     reasons = (failure.reason, str(failure.cause))
     return next((f"reason {wanted}" for wanted in rule.on_reasons if wanted in reasons), None)
 
 
 def _apply(rule: Rule, matched: str) -> Judgement:
+    judgement = Judgement(verdict=Verdict.RESTART, rule=rule.name, excludes=rule.exclude_node)
     match rule.action:
         case RuleAction.FAIL_JOB:
             message = f"rule {rule.name!r} ends the job on {matched}"
-            return Judgement(verdict=Verdict.FAIL, rule=rule.name, fail_message=message)
+            return replace(judgement, verdict=Verdict.FAIL, fail_message=message)
         case RuleAction.RESTART_JOB:
-            return Judgement(verdict=Verdict.RESTART, rule=rule.name)
+            return judgement
         case RuleAction.RESTART_IGNORING_MAX:
-            return Judgement(verdict=Verdict.RESTART_UNCOUNTED, rule=rule.name)
+            return replace(judgement, verdict=Verdict.RESTART_UNCOUNTED)
         case _:
             assert_never(rule.action)
 
@@ -214,7 +227,8 @@ def _worker_failures(observed: Observed) -> list[Failure]:
     for worker in gang.workers:
         if worker.failure is not None:
             is_rank = worker.phase is WorkerPhase.RUNNING and worker.failure.cause is Cause.RANK_FAILED
-            found += [] if is_rank and is_healed else [worker.failure]
+            failure = replace(worker.failure, node_conditions=worker.condition_pairs)
+            found += [] if is_rank and is_healed else [failure]
         elif worker.phase is WorkerPhase.FAILED:
             found.append(
                 Failure(
