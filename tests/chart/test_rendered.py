@@ -146,6 +146,15 @@ def test_the_agent_has_time_to_flush(render: Render) -> None:
     assert spec["terminationGracePeriodSeconds"] > 300
 
 
+def test_the_agent_looks_for_eviction_notices_unless_it_is_told_not_to(render: Render) -> None:
+    def asked(values: dict[str, Any]) -> list[str]:
+        words = container(render(values), "sidecar")["args"]
+        return [word for word in words if word.startswith("--eviction-notices")]
+
+    assert asked({}) == ["--eviction-notices=http://169.254.169.254"]
+    assert asked({"sidecar": {"evictionNotices": {"enabled": False}}}) == []
+
+
 def test_other_pods_mounts_do_not_stay_with_the_agent(render: Render) -> None:
     """A private copy of what is mounted below the kubelet's folder would keep disks busy after their unmount."""
     (pods,) = [one for one in container(render({}), "sidecar")["volumeMounts"] if one["name"] == "pods"]

@@ -44,6 +44,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "namespace twice": ({"watchNamespaces": ["a", "a"]}, "/watchNamespaces.*equal"),
     "port": ({"networkPolicy": {"storagePorts": [0]}}, "/networkPolicy/storagePorts/0.*minimum"),
     "share of nodes": ({"sidecar": {"maxUnavailable": "0%"}}, "/sidecar/maxUnavailable"),
+    "notices from nowhere": (
+        {"sidecar": {"evictionNotices": {"endpoint": "169.254.169.254"}}},
+        "/sidecar/evictionNotices/endpoint.*does not match pattern",
+    ),
     "no time to flush": ({"sidecar": {"flushTimeoutSeconds": 0}}, "/sidecar/flushTimeoutSeconds.*minimum"),
     "variable without a name": ({"operator": {"extraEnv": [{"value": "a"}]}}, "/operator/extraEnv/0.*'name'"),
     "toleration misspelt": (

@@ -19,7 +19,7 @@ import yaml
 
 from stepfast import nodestatus
 from stepfast.layout import CHUNK_BYTES
-from stepfast.nodestatus import JobStatus, NodeStatus, RankStatus, SaveStatus
+from stepfast.nodestatus import EvictionNotice, JobStatus, NodeStatus, RankStatus, SaveStatus
 from stepfast.slot import CONTROL_BYTES
 from stepfast.step import JobKey, Tier
 from stepfast_operator import torchrunoptions
@@ -428,7 +428,8 @@ def full_status() -> NodeStatus:
     rank = RankStatus(**{**sample(RankStatus), "restored_tier": "Memory", "metrics": {"loss": 0.5}})
     saves = SaveStatus(**sample(SaveStatus))
     known = {"job": JobKey(namespace="a", name="b"), "ranks": [rank], "saves": saves, "pending_steps": [3]}
-    status = {"jobs": [JobStatus(**{**sample(JobStatus), **known})]}
+    notice = EvictionNotice(**sample(EvictionNotice))
+    status = {"jobs": [JobStatus(**{**sample(JobStatus), **known})], "notice": notice}
     return NodeStatus(**{**sample(NodeStatus), **status})
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from stepfast_operator.observed import Failure
-from stepfast_operator.record import Cause, ExcludedNode, FailedReason, ResumeRequest, SparedNode, Verdict
+from stepfast_operator.record import Cause, ExcludedNode, FailedReason, Leaving, ResumeRequest, SparedNode, Verdict
 
 
 class StopMode(StrEnum):
@@ -123,6 +123,13 @@ class BeginSuspend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BeginLeave:
+    """Record: the gang was asked to save and stop, to be launched anew."""
+
+    leaving: Leaving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BeginStop:
     """Record: the gang was asked to end; after a grace it is killed."""
 
@@ -195,6 +202,7 @@ Record: TypeAlias = (
     | EndAttempt
     | AmendFailure
     | BeginSuspend
+    | BeginLeave
     | BeginStop
     | NoteSuccess
     | NoteFlushAsked

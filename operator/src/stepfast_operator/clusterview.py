@@ -54,6 +54,7 @@ class ClusterView:
         self._wake_uid, self._wake_job = wake_uid, wake_job
         self._pods_by_job: dict[str, dict[tuple[str, str], PodView]] = defaultdict(dict)
         self._nodes_by_job: dict[JobKey, set[str]] = defaultdict(set)
+        self.leaving = set[str]()  # nodes that the cloud is about to take away
         self._agents_by_node: dict[str, dict[str, AgentView]] = defaultdict(dict)
         selector = f"{labels.MANAGED_BY}={labels.OPERATOR},{labels.JOB_UID}"
         self.pods: dict[str, Reflector[tuple[str, str], PodView]] = {
@@ -136,12 +137,16 @@ class ClusterView:
         name = (new or old).name  # type: ignore[union-attr] # one of them is there
         if _health(old) == _health(new):
             return
-        for uid, pods in self._pods_by_job.items():
-            if any(pod.node == name for pod in pods.values()):
-                self._wake_uid(uid)
+        self._wake_those_on(name)
         for job, nodes in self._nodes_by_job.items():
             if name in nodes:
                 self._wake_job(job)
+
+    def _wake_those_on(self, node: str) -> None:
+        """The jobs with pods there."""
+        for uid, pods in self._pods_by_job.items():
+            if any(pod.node == node for pod in pods.values()):
+                self._wake_uid(uid)
 
     def _on_report(self, old: NodeReport | None, new: NodeReport | None) -> None:
         before = jobs_of(old) if old is not None else frozenset()
@@ -153,10 +158,21 @@ class ClusterView:
                 del self._nodes_by_job[job]
         for job in after:
             self._nodes_by_job[job].add(name)
+        self._take_notice(name, old, new)
         acted = old is None or new is None or old.observed_generation != new.observed_generation
         for job in before | after:
             if acted or _told(old, job) != _told(new, job):
                 self._wake_job(job)
+
+    def _take_notice(self, name: str, old: NodeReport | None, new: NodeReport | None) -> None:
+        """That the node is about to be taken away, or is not any more: also for pods without a rank yet."""
+        notice = new.notice if new is not None else None
+        if notice is not None:
+            self.leaving.add(name)
+        else:
+            self.leaving.discard(name)
+        if notice != (old.notice if old is not None else None):
+            self._wake_those_on(name)
 
     def _on_agent(self, old: AgentView | None, new: AgentView | None) -> None:
         for view, is_there in ((old, False), (new, True)):

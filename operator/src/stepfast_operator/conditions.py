@@ -72,6 +72,9 @@ def _restarting(status: Status) -> Condition:
     kind = ConditionType.RESTARTING
     if status.state is not State.RESTARTING:
         return _make(kind, False, "NotRestarting")
+    leaving = status.open_attempt.leaving if status.open_attempt is not None else None
+    if leaving is not None:
+        return _make(kind, True, str(leaving.cause), leaving.message)
     is_in_place = status.open_attempt is not None and bool(status.recoveries)
     if is_in_place:
         return _make(kind, True, str(status.recoveries[-1].cause), "torchrun starts the ranks anew in place")

@@ -19,6 +19,7 @@ from stepfast.step import run_id
 from stepfast_operator.actions import (
     Action,
     AmendFailure,
+    BeginLeave,
     Decision,
     DeleteJob,
     EndAttempt,
@@ -44,6 +45,7 @@ from stepfast_operator.policies import (
     exclusion,
     flush,
     freshness,
+    leaving,
     memory,
     progress,
     restart,
@@ -51,6 +53,7 @@ from stepfast_operator.policies import (
     suspend,
     ttl,
 )
+from stepfast_operator.policies.ending import end_in_order
 from stepfast_operator.record import Attempt, Cause, FailedReason, State, Verdict
 from stepfast_operator.spec import HangAction
 
@@ -301,12 +304,26 @@ def _watch(observed: Observed, attempt: Attempt) -> Decision:
     if is_to_stop and (failure is not None or (is_over and attempt.stopping_time is not None)):
         return suspend.stopped(observed, attempt, "stopped as asked")
     if failure is not None:
-        return _fail(observed, attempt, failure)
+        return _fail(observed, attempt, leaving.explained(observed, attempt, failure))
     if is_over:
         return _succeed(observed, attempt)
     if is_to_stop:
         return suspend.suspend(observed, attempt)
-    return _check_deadlines(observed, attempt)
+    return _leave(observed, attempt) or _check_deadlines(observed, attempt)
+
+
+def _leave(observed: Observed, attempt: Attempt) -> Decision | None:
+    """What is next for a gang that is to be launched anew elsewhere; None for one that stays."""
+    reason = attempt.leaving
+    if reason is not None:
+        failure = leaving.failure_of(reason)
+        return end_in_order(
+            observed, attempt, lambda _: _fail(observed, attempt, failure), save_until=reason.save_until_time
+        )
+    reason = leaving.reason_of(observed)
+    if reason is None:
+        return None
+    return _decision(f"the gang is to leave: {reason.message}", BeginLeave(leaving=reason), RequeueAfter(seconds=0))
 
 
 def _end(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from stepfast_operator import sentences
-from stepfast_operator.actions import LaunchGang, MarkResumed, NoteHang
+from stepfast_operator.actions import BeginLeave, LaunchGang, MarkResumed, NoteHang
 from stepfast_operator.reconcile import Pass
 from stepfast_operator.record import Attempt, Cause, Condition, ConditionType, FailedReason, State, Status, Verdict
 
@@ -28,6 +28,7 @@ class EventReason(StrEnum):
     REACHED_MAX_RESTARTS = "ReachedMaxRestarts"
     NO_PROGRESS = "NoProgress"
     HANG_DETECTED = "HangDetected"
+    EVICTION_NOTICE = "EvictionNotice"
     NODE_EXCLUDED = "NodeExcluded"
     NODE_SPARED = "NodeSpared"
     CHECKPOINT_RESTORED = "CheckpointRestored"
@@ -111,6 +112,7 @@ def _failed(seen: Pass) -> Iterator[JobEvent]:
     failure, current = seen.after.last_failure, seen.after.current
     if any(isinstance(action, NoteHang) for action in seen.decision.actions):
         yield _warning(EventReason.HANG_DETECTED, f"{seen.decision.why}; the policy is to say so")
+    yield from _leaving(seen)
     if failure is None or failure == seen.before.last_failure or current is None:
         return
     told = sentences.describe_failure(failure)
@@ -119,6 +121,13 @@ def _failed(seen: Pass) -> Iterator[JobEvent]:
     if current.verdict in (Verdict.RESTART, Verdict.RESTART_UNCOUNTED):
         uncounted = "" if current.verdict is Verdict.RESTART else "; not counted towards maxRestarts"
         yield _warning(EventReason.RESTARTING, f"{told}{uncounted}")
+
+
+def _leaving(seen: Pass) -> Iterator[JobEvent]:
+    """That the gang is to save and go elsewhere."""
+    for action in seen.decision.actions:
+        if isinstance(action, BeginLeave):
+            yield _warning(EventReason.EVICTION_NOTICE, f"{action.leaving.message}: the gang saves and leaves")
 
 
 def _lived(seen: Pass) -> Iterator[JobEvent]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from stepfast.nodestatus import JobStatus
+from stepfast.nodestatus import EvictionNotice, JobStatus
 from stepfast.step import JobKey, restarted_run, split_run
 from stepfast_operator.record import Cause, Status
 from stepfast_operator.spec import TrainingSpec
@@ -82,10 +82,17 @@ class NodeCondition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A Ready node that the gang's pods may run on, by its labels and taints."""
+    """A Ready node that the gang's pods may run on, by its labels and taints. `is_leaving`: the cloud is about to take
+    it away.
+    """
 
     name: str
     conditions: tuple[NodeCondition, ...] = ()
+    is_leaving: bool = False
+
+    @property
+    def is_fit(self) -> bool:
+        return not self.conditions and not self.is_leaving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +110,7 @@ class Worker:
     message: str = ""
     running_since: float | None = None
     node_conditions: tuple[NodeCondition, ...] = ()
+    notice: EvictionNotice | None = None  # of its node
 
     @property
     def condition_pairs(self) -> tuple[tuple[str, str], ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from stepfast.errors import SpecError
-from stepfast.nodestatus import JobStatus, from_document
+from stepfast.nodestatus import EvictionNotice, JobStatus, from_document
 from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.document import JSON
@@ -102,7 +102,7 @@ class NodeView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
     """What a node's agent reports, and which generation of the operator's requests that takes in. `memory_limit_bytes`:
-    what it may take for slots; None while it does not say.
+    what it may take for slots; None while it does not say. `notice`: that the cloud is about to take the node away.
     """
 
     node: str
@@ -111,6 +111,7 @@ class NodeReport:
     requests: tuple[Mapping[str, str], ...]
     jobs: Sequence[JobStatus]
     memory_limit_bytes: int | None = None
+    notice: EvictionNotice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +210,9 @@ def report_of(document: JSON) -> NodeReport:
     metadata, spec, status = document["metadata"], document.get("spec") or {}, document.get("status") or {}
     try:
         told = from_document({"node": metadata["name"], "memory": {"limitBytes": 0, "usedBytes": 0}, **status})
-        jobs, limit = told.jobs, told.memory_limit_bytes
+        jobs, limit, notice = told.jobs, told.memory_limit_bytes, told.notice
     except (KeyError, TypeError, ValueError, SpecError):
-        jobs, limit = (), 0
+        jobs, limit, notice = (), 0, None
     return NodeReport(
         node=metadata["name"],
         generation=int(metadata.get("generation") or 0),
@@ -219,6 +220,7 @@ def report_of(document: JSON) -> NodeReport:
         requests=tuple(dict(request) for request in spec.get("requests") or ()),
         jobs=jobs,
         memory_limit_bytes=limit or None,
+        notice=notice,
     )
 
 

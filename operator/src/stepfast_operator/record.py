@@ -48,6 +48,7 @@ class Cause(StrEnum):
     POD_DELETED = "PodDeleted"  # by somebody else than the operator
     POD_EVICTED = "PodEvicted"  # preempted, drained, evicted: condition DisruptionTarget
     NODE_LOST = "NodeLost"  # the pod's node is NotReady or gone
+    EVICTION_NOTICE = "EvictionNotice"  # the cloud has announced that it takes a node away
     NODE_UNHEALTHY = "NodeUnhealthy"  # the node has a condition that a rule asks about
     HANG_DETECTED = "HangDetected"
     SUPERVISOR_RESTARTED = "SupervisorRestarted"  # `stepfast run` itself was killed, its gang with it
@@ -217,6 +218,17 @@ class SparedNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """Why a gang that lives is to save, to end and to be launched anew, and until when its save is waited for."""
+
+    cause: Cause
+    begin_time: float
+    save_until_time: float
+    node: str | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One launch of the gang. `run` and `resume_step` are fixed before it is launched and never change."""
 
@@ -239,6 +251,7 @@ class Attempt:
     steady_step_time: float | None = None
     hang_notified_time: float | None = None
     suspending_time: float | None = None
+    leaving: Leaving | None = None
     stopping_time: float | None = None
     succeeded_time: float | None = None
     flush_asked_time: float | None = None

@@ -12,6 +12,7 @@ from typing import assert_never
 
 from stepfast_operator.actions import (
     AmendFailure,
+    BeginLeave,
     BeginStop,
     BeginSuspend,
     Decision,
@@ -120,6 +121,7 @@ def _fold(status: Status, record: Record, observed: Observed) -> Status:
 def _note(
     current: Attempt,
     record: BeginSuspend
+    | BeginLeave
     | BeginStop
     | NoteSuccess
     | NoteFlushAsked
@@ -133,6 +135,8 @@ def _note(
     match record:
         case BeginSuspend():
             return replace(current, suspending_time=now)
+        case BeginLeave():
+            return replace(current, leaving=record.leaving)
         case BeginStop():
             return replace(current, stopping_time=now)
         case NoteSuccess():
@@ -384,6 +388,8 @@ def _state_of(status: Status) -> State:
         return State.SUSPENDING if current.verdict is Verdict.SUSPEND else State.RESTARTING
     if current.suspending_time is not None:
         return State.SUSPENDING
+    if current.leaving is not None:
+        return State.RESTARTING
     if current.pods_ready_time is not None:
         return State.RUNNING
     if current.in_place_restarts:

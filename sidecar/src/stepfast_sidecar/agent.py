@@ -18,7 +18,7 @@ from typing import assert_never
 from stepfast.anatomymetrics import heard
 from stepfast.errors import ProtocolError
 from stepfast.messages import Hello, Launching, SaveRequested, Status
-from stepfast.nodestatus import NodeStatus, to_document
+from stepfast.nodestatus import EvictionNotice, NodeStatus, to_document
 from stepfast.slotplan import rank_share
 from stepfast.step import JobKey
 from stepfast_sidecar.checkpointnode import Action, CheckpointNodeWriter, NodeRequest
@@ -30,6 +30,7 @@ from stepfast_sidecar.intake import Peer, listen
 from stepfast_sidecar.lending import Lending
 from stepfast_sidecar.memory import VOLUMES, MemoryTier
 from stepfast_sidecar.metrics import Metrics
+from stepfast_sidecar.noticewatch import NoticeWatch
 from stepfast_sidecar.reception import Reception
 from stepfast_sidecar.room import Room
 from stepfast_sidecar.run import Run, Session, newest_run
@@ -63,6 +64,7 @@ class Agent:
         self._tasks = Tasks()
         self._node_writer: CheckpointNodeWriter | None = None
         self._requests: tuple[NodeRequest, ...] = ()  # of the operator, as they stand
+        self._notice: EvictionNotice | None = None
         self._ending = asyncio.Event()
 
     # ------------------------------------------------------------ life
@@ -84,6 +86,8 @@ class Agent:
             self._tasks.start(self._let_jobs_go(), "let jobs go")
             self._tasks.start(watch_growth(self.rooms), "watch growth")
             self._tasks.start(self.health.beat(), "beat")
+            if self.config.metadata_endpoint is not None:
+                self._tasks.start(NoticeWatch(self.config.metadata_endpoint, self._noticed).run(), "eviction notices")
             if self.config.checkpoint_node:
                 self._node_writer = checkpoint_node_writer(self.config.node, self)
                 self._tasks.start(self._node_writer.run(), "CheckpointNode")
@@ -198,6 +202,19 @@ class Agent:
                 break
             await asyncio.sleep(0.02)
         self.metrics.flushed(cause, time.monotonic() - begin)
+
+    def _noticed(self, notice: EvictionNotice | None) -> None:
+        """The node is to be taken away, or is not any more. What is held is persisted at once: nobody may get a signal,
+        and nothing of this memory survives.
+        """
+        is_new = notice is not None and (self._notice is None or notice.event != self._notice.event)
+        self._notice = notice
+        self.changed(True)
+        if notice is None:
+            log.warning("the node is not to be taken away any more")
+        elif is_new:
+            log.warning("the node is about to be taken away (%s, event %s)", notice.kind, notice.event)
+            self._tasks.start(self._flush_all("EvictionNotice"), "flush before the eviction")
 
     # ------------------------------------------------------------ requests
 
@@ -340,6 +357,7 @@ class Agent:
             memory_limit_bytes=self.config.memory_limit_bytes,
             memory_used_bytes=sum(room.memory_bytes for room in self.rooms.values()),
             jobs=tuple(status for _, room in sorted(self.rooms.items()) for status in room.status()),
+            notice=self._notice,
         )
 
     def _status(self) -> Status:

@@ -104,7 +104,7 @@ def requests_of(found: Object) -> tuple[NodeRequest, ...]:
 
 def news_of(status: NodeStatus) -> tuple[object, ...]:
     """What of a status is told at once when it changes."""
-    return tuple(_job_news(job) for job in status.jobs)
+    return status.notice, *(_job_news(job) for job in status.jobs)
 
 
 def _job_news(job: JobStatus) -> tuple[object, ...]:

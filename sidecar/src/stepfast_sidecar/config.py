@@ -26,6 +26,7 @@ class Config:
     checkpoint_node: bool = False
     metrics_address: str = "127.0.0.1"
     metrics_port: int | None = None
+    metadata_endpoint: str | None = None
     spool_folder: Path | None = None
     flush_timeout_seconds: float = 120.0
     adopt_seconds: float = 3.0  # how long ranks of an earlier agent have to come back before all is flushed
@@ -91,6 +92,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
         metrics_address=parsed.metrics_address,
         node=parsed.node,
         metrics_port=parsed.metrics_port,
+        metadata_endpoint=parsed.eviction_notices,
         spool_folder=parsed.spool_dir,
         flush_timeout_seconds=parsed.flush_timeout,
         adopt_seconds=parsed.adopt_timeout,
@@ -111,6 +113,11 @@ def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-storage", action="append", default=[], metavar="URI", help="another such storage (repeatable)"
     )
+    parser.add_argument(
+        "--eviction-notices", metavar="URL",
+        help="ask Azure's metadata service there (http://169.254.169.254) whether the node is about to be taken away, "
+        "and flush when it is",
+    )  # fmt: skip
     parser.add_argument("--checkpoint-node", action="store_true", help="keep this node's CheckpointNode in the cluster")
 
 

@@ -70,6 +70,7 @@ VALUES: dict[str, dict[str, Any]] = {
             "memory": {"limit": "64.5Gi", "overhead": 2147483648, "hostPath": "/dev/shm/tier"},
             "kubeletDir": "/mnt/kubelet",
             "flushTimeoutSeconds": 60,
+            "evictionNotices": {"enabled": True, "endpoint": "http://169.254.169.253:8080"},
             "maxUnavailable": 3,
             "resources": {"requests": {"cpu": 1}},
             "podAnnotations": {"a": "b"},

@@ -71,6 +71,18 @@ class JobStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionNotice:
+    """The cloud is about to take the node away, or has begun to. `kind`: Preempt, Redeploy, Reboot or Terminate;
+    `event`: the cloud's name of this one; `not_before_time`: None once it has begun. Times are seconds since the epoch.
+    """
+
+    kind: str
+    event: str
+    seen_time: float
+    not_before_time: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
     """Everything the agent has to say."""
 
@@ -78,6 +90,7 @@ class NodeStatus:
     memory_limit_bytes: int
     memory_used_bytes: int
     jobs: Sequence[JobStatus]
+    notice: EvictionNotice | None = None
 
     def job(self, job: JobKey, run: str) -> JobStatus | None:
         """The status of that run, if the agent knows it."""
@@ -103,16 +116,20 @@ def parse_time(text: str) -> float:
 
 def to_document(status: NodeStatus) -> dict[str, Any]:
     """The status as JSON-able values, in the API's words."""
+    notice = {} if status.notice is None else {"evictionNotice": _pick(status.notice, _NOTICE_FIELDS)}
     return {
         "node": status.node,
         "memory": {"limitBytes": status.memory_limit_bytes, "usedBytes": status.memory_used_bytes},
         "jobs": [_job_document(job) for job in status.jobs],
+        **notice,
     }
 
 
 def from_document(document: Mapping[str, Any]) -> NodeStatus:
     """Reads `to_document`'s values. Raises KeyError, TypeError or ValueError when they are not that."""
+    notice = document.get("evictionNotice")
     return NodeStatus(
+        notice=None if notice is None else EvictionNotice(**_read(notice, _NOTICE_FIELDS)),
         node=document["node"],
         memory_limit_bytes=document["memory"]["limitBytes"],
         memory_used_bytes=document["memory"]["usedBytes"],
@@ -139,7 +156,10 @@ _JOB_FIELDS = {
 }  # fmt: skip
 
 
-_TIMES = frozenset({"joinedTime", "time", "endedTime", "restoredTime", "waitedTime", "latestPersistedTime"})
+_NOTICE_FIELDS = {"kind": "kind", "event": "event", "seen_time": "seenTime", "not_before_time": "notBefore"}
+_TIMES = frozenset(
+    {"seenTime", "notBefore", "joinedTime", "time", "endedTime", "restoredTime", "waitedTime", "latestPersistedTime"}
+)
 
 
 def _pick(value: object, fields: Mapping[str, str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stepfast.errors import AgentUnavailable, StorageForbidden, StorageUnavailable
-from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
+from stepfast.nodestatus import EvictionNotice, JobStatus, RankStatus, SaveStatus
 from stepfast.step import JobKey, restarted_run
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.observed import (
@@ -81,6 +81,7 @@ class FakeBackend:
         self.awaited_agents: tuple[str, ...] = ()
         self.nodes: tuple[str, ...] | None = None  # that gangs may run on; None: nobody knows of nodes
         self.node_conditions: dict[str, tuple[NodeCondition, ...]] = {}  # by node: those that rules ask about
+        self.notices: dict[str, EvictionNotice] = {}  # by node
 
     # What the world does.
 
@@ -226,7 +227,10 @@ class FakeBackend:
     def _candidates(self) -> Sequence[Candidate] | None:
         if self.nodes is None:
             return None
-        return [Candidate(name=name, conditions=self.node_conditions.get(name, ())) for name in self.nodes]
+        return [
+            Candidate(name=name, conditions=self.node_conditions.get(name, ()), is_leaving=name in self.notices)
+            for name in self.nodes
+        ]
 
     async def read_steps(self) -> Sequence[Committed]:
         self._check_storage()
@@ -341,6 +345,7 @@ class FakeBackend:
                 if phase is WorkerPhase.RUNNING
                 else None,
                 node_conditions=self.node_conditions.get(f"node-{node}", ()),
+                notice=self.notices.get(f"node-{node}"),
             )
             for node, phase in sorted(gang.phases.items())
         ]

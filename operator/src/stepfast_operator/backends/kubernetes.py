@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from stepfast.errors import SpecError
 from stepfast.kube import AlreadyExists, InvalidObject, Kube, KubeError, KubeUnavailable, PatchKind
-from stepfast.nodestatus import JobStatus
+from stepfast.nodestatus import EvictionNotice, JobStatus
 from stepfast.step import split_run
 from stepfast.storage.base import Store
 from stepfast_operator import labels, manifests
@@ -246,11 +246,16 @@ class KubernetesBackend:
         """The nodes that the next gang may run on; where nothing depends on them, no walk over thousands of nodes."""
         is_running = status.open_attempt is not None and gang is not None
         policy = self._job.spec.failure_policy
-        if is_running or status.is_terminal or not exclusion.is_asked(status, policy):
+        is_asked = bool(self._view.leaving) or exclusion.is_asked(status, policy)
+        if is_running or status.is_terminal or not is_asked:
             return None
         placement, wanted = placement_of(self._job.spec), exclusion.wanted_conditions(policy)
         return [
-            Candidate(name=node.name, conditions=node.conditions_in(wanted))
+            Candidate(
+                name=node.name,
+                conditions=node.conditions_in(wanted),
+                is_leaving=node.name in self._view.leaving,
+            )
             for node in self._view.nodes.values()
             if node.not_ready_time is None and placement.admits(node)
         ]
@@ -280,7 +285,7 @@ class KubernetesBackend:
 
     def _workers(self, current: Attempt, launched: Launched, pods: Sequence[PodView], now: float) -> Sequence[Worker]:
         ours = [pod for pod in pods if pod.run == current.run]
-        return workers_of(
+        workers = workers_of(
             ours,
             launched.nodes,
             self._view.node,
@@ -288,6 +293,11 @@ class KubernetesBackend:
             is_stopping=current.stopping_time is not None,
             wanted_conditions=exclusion.wanted_conditions(self._job.spec.failure_policy),
         )
+        return [replace(worker, notice=self._notice_of(worker.node)) for worker in workers]
+
+    def _notice_of(self, node: str) -> EvictionNotice | None:
+        report = self._view.reports.get(node)
+        return report.notice if report is not None else None
 
     def _live_runs(self, status: Status, pods: Sequence[PodView]) -> frozenset[str]:
         launched, attempt = self._launched(), status.open_attempt

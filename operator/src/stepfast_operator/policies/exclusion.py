@@ -70,9 +70,9 @@ def avoided(observed: Observed) -> tuple[str, ...]:
     """The names of the nodes that pods which are made now must not go to."""
     if observed.nodes is None:
         return ()
-    ill = [node.name for node in observed.nodes if node.conditions]
+    unfit = [node.name for node in observed.nodes if not node.is_fit]
     excluded = [node.name for node in observed.status.excluded_nodes if node.until_time > observed.now]
-    return tuple(sorted({*ill, *excluded}))
+    return tuple(sorted({*unfit, *excluded}))
 
 
 # ---------------------------------------------------------------- nodes on which the job fails
@@ -148,9 +148,9 @@ def _limit(observed: Observed, excluded: Sequence[ExcludedNode], suspect: Exclud
 
 
 def _left(observed: Observed, excluded: Sequence[ExcludedNode]) -> int:
-    """How many nodes that the gang may run on are neither excluded nor ill."""
+    """How many nodes that the gang may run on are neither excluded, nor ill, nor about to go."""
     names = {node.name for node in excluded}
-    return sum(not node.conditions and node.name not in names for node in observed.nodes or ())
+    return sum(node.is_fit and node.name not in names for node in observed.nodes or ())
 
 
 def _needed(observed: Observed) -> int:

@@ -84,6 +84,7 @@ def take_in(observed: Observed, status: Status, current: Attempt) -> tuple[Statu
         in_place_restarts=restarts,
         restarted_time=observed.now,
         suspending_time=current.suspending_time,
+        leaving=current.leaving,
         stopping_time=current.stopping_time,
     )
 

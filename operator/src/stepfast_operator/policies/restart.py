@@ -25,8 +25,8 @@ UNTOLD_SECONDS = 3.0
 
 # Not the training's fault: neither counted nor backed off.
 UNCOUNTED = frozenset({Cause.SUPERVISOR_RESTARTED, Cause.SUSPENDED})
-# Done to a pod from outside: never counted towards maxRestarts, backed off only without progress.
-DISRUPTIONS = frozenset({Cause.POD_DELETED, Cause.POD_EVICTED, Cause.NODE_LOST})
+# Done to a gang from outside: never counted towards maxRestarts, backed off only without progress.
+DISRUPTIONS = frozenset({Cause.POD_DELETED, Cause.POD_EVICTED, Cause.NODE_LOST, Cause.EVICTION_NOTICE})
 # How a worker ends whose peer was taken away, seen from itself.
 PEERS_FAIL_WITH = frozenset({Cause.RANK_FAILED, Cause.WORKER_FAILED})
 _DISRUPTED = ("DisruptionTarget", "True")
