@@ -351,20 +351,29 @@ def test_a_job_that_is_not_there_is_told_with_what_is_near(
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_user_without_the_role_is_told_which_one(space: Space, stepfast: Stepfast) -> None:
-    space.make(suspend=True)
+def become_nobody(space: Space) -> None:
+    """Asks the API server as somebody who may nothing, from here on."""
     space.server.kubectl("create", "serviceaccount", "reader", "-n", space.name)
-    token = space.server.kubectl("create", "token", "reader", "-n", space.name).strip()
-    space.use({"token": token})
-    result = stepfast("status", "-n", space.name, "gpt")
-    assert result.exit_code == 1
-    assert f"you may not get {CRD} in namespace {space.name} of context" in result.stderr
-    assert "the role view there" in result.stderr
+    space.use({"token": space.server.kubectl("create", "token", "reader", "-n", space.name).strip()})
+
+
+def let_read(space: Space, stepfast: Stepfast) -> None:
+    """Lets that somebody read jobs, and nothing else."""
     words = ("-n", space.name, "--verb=get,list,watch", f"--resource={CRD}")
     space.server.kubectl("create", "role", "reader", *words)
     who = f"--serviceaccount={space.name}:reader"
     space.server.kubectl("create", "rolebinding", "reader", "-n", space.name, "--role=reader", who)
     wait_until("the role counts", lambda: stepfast("status", "-n", space.name, "gpt").exit_code == 0)
+
+
+def test_a_user_without_the_role_is_told_which_one(space: Space, stepfast: Stepfast) -> None:
+    space.make(suspend=True)
+    become_nobody(space)
+    result = stepfast("status", "-n", space.name, "gpt")
+    assert result.exit_code == 1
+    assert f"you may not get {CRD} in namespace {space.name} of context" in result.stderr
+    assert "the role view there" in result.stderr
+    let_read(space, stepfast)
     refused = stepfast("resume", "-n", space.name, "gpt")
     assert refused.exit_code == 1
     assert f"you may not patch {CRD}" in refused.stderr
@@ -494,3 +503,41 @@ def test_somebody_elses_change_in_between_is_not_overwritten(space: Space, stepf
     with pytest.raises(CommandFailed, match="the object has been modified"):
         space.change({"metadata": {"resourceVersion": stale}, "spec": {"suspend": False}})
     assert "is never run again" in stepfast("resume", "gpt").stderr
+
+
+def told_of(space: Space, reason: str, message: str) -> None:
+    """An Event of the job, as the operator posts it."""
+    metadata = space.job()["metadata"]
+    space.server.apply({
+        "apiVersion": "v1", "kind": "Event", "type": "Warning", "reason": reason, "message": message, "count": 1,
+        "metadata": {"name": f"gpt.{uuid.uuid4().hex[:8]}", "namespace": space.name},
+        "involvedObject": {"apiVersion": API, "kind": "TrainingJob", "name": "gpt", "namespace": space.name,
+                           "uid": metadata["uid"]},
+        "eventTime": "2026-01-02T03:04:06.000000Z", "action": reason, "reportingComponent": "stepfast-operator",
+        "reportingInstance": "here",
+    })  # fmt: skip
+
+
+def test_report_shows_what_the_cluster_and_the_storage_know_of_the_job(
+    space: Space, stepfast: Stepfast, tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoints"
+    space.make(checkpoint={"storageUri": root.as_uri()}, status=COMMITTED)
+    told_of(space, "Restarting", "attempt 1 failed: <NodeLost>")
+    train(root, f"{space.name}/gpt", 3)
+    result = stepfast("report", "gpt")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "gpt.html").read_text()
+    assert "attempt 1 failed: &lt;NodeLost&gt;" in page
+    assert f"In context {space.config['current-context']}" in page
+    assert "cannot be read" not in page
+
+
+def test_report_says_that_events_may_not_be_read(space: Space, stepfast: Stepfast, tmp_path: Path) -> None:
+    space.make(status=COMMITTED)
+    become_nobody(space)
+    let_read(space, stepfast)
+    assert stepfast("report", "-n", space.name, "gpt").exit_code == 0
+    page = (tmp_path / "gpt.html").read_text()
+    assert f"Events are not shown: you may not list events in namespace {space.name} of" in page
+    assert "saves are not shown: where they are is known with the first commit" in page

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from stepfast.step import JobKey
 from stepfast_operator.reconcile import Pass
 from stepfast_operator.record import Recovery, State
+from stepfast_operator.recoveryphases import phases_of
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _RECONCILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -105,22 +106,8 @@ class Metrics:
         last = after[-1]
         if before and before[-1].attempt == last.attempt and before[-1].duration_seconds is not None:
             return
-        for phase, seconds in phases_of(last):
-            self._recovery.labels(phase=phase).observe(seconds)
-
-
-def phases_of(recovery: Recovery) -> Iterator[tuple[str, float]]:
-    """How long each phase of a recovery took, of those whose ends are known."""
-    ends = (
-        ("detect", recovery.failure_time, recovery.detected_time),
-        ("flush", recovery.detected_time, recovery.flushed_time),
-        ("schedule", recovery.flushed_time, recovery.pods_ready_time),
-        ("restore", recovery.pods_ready_time, recovery.restored_time),
-        ("resume", recovery.restored_time, recovery.resumed_time),
-    )
-    for phase, begin, end in ends:
-        if begin is not None and end is not None:
-            yield phase, max(0.0, end - begin)
+        for phase in phases_of(last):
+            self._recovery.labels(phase=phase.name).observe(phase.seconds)
 
 
 class _Asked(Collector):
