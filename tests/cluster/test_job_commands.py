@@ -541,3 +541,58 @@ def test_report_says_that_events_may_not_be_read(space: Space, stepfast: Stepfas
     page = (tmp_path / "gpt.html").read_text()
     assert f"Events are not shown: you may not list events in namespace {space.name} of" in page
     assert "saves are not shown: where they are is known with the first commit" in page
+
+
+def pod_of(space: Space, why: str) -> None:
+    """A pod of the job's gang that the scheduler could not place."""
+    job = space.job()
+    marks = {"job": "gpt", "job-uid": job["metadata"]["uid"], "attempt": "2", "node-index": "0"}
+    owner = {"apiVersion": API, "kind": "TrainingJob", "name": "gpt", "uid": job["metadata"]["uid"], "controller": True}
+    space.server.apply({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {
+            "name": "gpt-2-0", "namespace": space.name, "ownerReferences": [owner],
+            "labels": {f"stepfast.dev/{name}": value for name, value in marks.items()},
+            "annotations": {"stepfast.dev/run": f"{job['metadata']['uid']}-2"},
+        },
+        "spec": {
+            "containers": [{"name": "node", "image": "none"}], "automountServiceAccountToken": False,
+            "schedulerName": "nobody", "serviceAccountName": "default",
+        },
+    })  # fmt: skip
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}
+    patch = json.dumps({"status": {"conditions": [condition]}})
+    space.server.kubectl(
+        "patch", "pod", "gpt-2-0", "-n", space.name, "--subresource=status", "--type=merge", "-p", patch
+    )
+
+
+STARTING = {
+    **COMMITTED, "state": "Starting", "attempt": 2, "restarts": 1,
+    "lastFailure": {"attempt": 1, "time": "2026-01-02T03:04:05.000000Z", "reason": "NodeLost", "node": "node-2"},
+    "current": {"attempt": 2, "run": "u-2", "resumeStep": 40, "plannedTime": "2026-01-02T03:04:06.000000Z"},
+    "conditions": [{"type": "PodsReady", "status": "False", "reason": "PodsPending", "message": "seen by the operator",
+                    "lastTransitionTime": "2026-01-02T03:04:06Z"}],
+}  # fmt: skip
+
+
+def test_explain_names_the_pods_that_are_waited_for_and_what_bounds_the_job(space: Space, stepfast: Stepfast) -> None:
+    space.make(status=STARTING, failurePolicy={"maxRestarts": 5})
+    space.server.apply({"apiVersion": "v1", "kind": "ServiceAccount",
+                        "metadata": {"name": "default", "namespace": space.name}})  # fmt: skip
+    pod_of(space, "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
+    result = stepfast("explain", "gpt")
+    assert result.exit_code == 0, result.output
+    assert "for pod gpt-2-0: Unschedulable: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu." in result.output
+    assert "attempt 1 failed: NodeLost (node-2), " in result.output
+    assert "5 more restarts of 5 may follow failures (maxRestarts)" in result.output
+    assert "(startupDeadlineSeconds)" in result.output
+
+
+def test_explain_says_what_the_operator_saw_where_pods_may_not_be_read(space: Space, stepfast: Stepfast) -> None:
+    space.make(status=STARTING)
+    become_nobody(space)
+    let_read(space, stepfast)
+    result = stepfast("explain", "-n", space.name, "gpt")
+    assert result.exit_code == 0, result.output
+    assert "  - seen by the operator" in result.output

@@ -11,32 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from lives import BEGIN, UID, save, saves_of_training, training
 from stepfast.histories import append_rows
 from stepfast.step import JobKey, run_id
 from stepfast.storage import open_store
 from stepfast_operator.backends.statefolder import Launch, StateFolder
-from stepfast_operator.local import command
 from stepfast_operator.record import CheckpointStatus, Status
 
 JOB = JobKey(namespace="team", name="gpt")
 
 Stepfast = Callable[..., Any]
-
-
-@pytest.fixture
-def stepfast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Stepfast:
-    """The command line in a folder of its own, on a machine that knows no cluster."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    command.register(app)
-    return lambda *arguments: CliRunner().invoke(app, list(arguments))
 
 
 def saved(status: Status, *, uri: str | None = None) -> StateFolder:

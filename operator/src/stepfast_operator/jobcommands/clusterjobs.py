@@ -23,6 +23,7 @@ from stepfast.kube import (
     Unauthorized,
 )
 from stepfast.step import JobKey
+from stepfast_operator import labels
 from stepfast_operator.document import JSON
 from stepfast_operator.jobcommands.errors import ClusterError, JobDeleted, JobNotFound, JobRefused
 from stepfast_operator.jobcommands.kubeaccess import Access, access_of
@@ -55,6 +56,14 @@ class ClusterJobs:
             raise await self._missing(job) from None
         except KubeError as error:
             raise self._told(error, job, "get") from error
+
+    async def pods(self, job: JobKey, uid: str) -> list[JSON]:
+        """Those of its gangs. Raises ClusterError."""
+        path = f"/api/v1/namespaces/{job.namespace}/pods"
+        try:
+            return list((await self._kube.get(path, labelSelector=f"{labels.JOB_UID}={uid}")).get("items") or ())
+        except KubeError as error:
+            raise self._told(error, job, "list", "pods") from error
 
     async def events(self, job: JobKey, uid: str) -> list[JSON]:
         """What the cluster still remembers of the job's Events (an hour of them, by default). Raises ClusterError."""

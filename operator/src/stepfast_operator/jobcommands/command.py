@@ -24,6 +24,7 @@ from stepfast_operator.jobcommands.asking import (
     told,
 )
 from stepfast_operator.jobcommands.errors import JobRefused
+from stepfast_operator.jobcommands.explaining import explain
 from stepfast_operator.jobcommands.localjobs import LocalJob
 from stepfast_operator.jobcommands.reporting import report
 from stepfast_operator.jobcommands.sighting import (
@@ -44,7 +45,7 @@ from stepfast_operator.record import State
 
 def register(app: typer.Typer) -> None:
     """Adds what is done about one job to the `stepfast` command."""
-    for command in (status, report, suspend, resume):
+    for command in (status, explain, report, suspend, resume):
         app.command(no_args_is_help=True)(command)
 
 
