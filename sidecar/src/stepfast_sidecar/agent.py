@@ -24,6 +24,7 @@ from stepfast.step import JobKey
 from stepfast_sidecar.checkpointnode import Action, CheckpointNodeWriter, NodeRequest
 from stepfast_sidecar.cluster import checkpoint_node_writer, serve_kubelet
 from stepfast_sidecar.config import Config
+from stepfast_sidecar.flushes import FlushCause
 from stepfast_sidecar.growth import watch_growth
 from stepfast_sidecar.health import Health, serve_http
 from stepfast_sidecar.intake import Peer, listen
@@ -91,7 +92,7 @@ class Agent:
             try:
                 await self._ending.wait()
                 self.health.wait_for(_SERVING)
-                await self._flush_all("SIGTERM")
+                await self._flush_all(FlushCause.SIGTERM)
             finally:
                 is_idle = await self._close()
         return is_idle
@@ -152,7 +153,7 @@ class Agent:
         for job, name in adopted:
             run = self.rooms[job].runs.get(name) if job in self.rooms else None
             if run is not None and not any(session.alive for session in run.sessions.values()):
-                self.rooms[job].flush(run)
+                self.rooms[job].flush(run, FlushCause.AGENT_RESTARTED)
 
     async def _let_jobs_go(self) -> None:
         """A job that nobody has run here for a while, and of which all is persisted, leaves memory and processes."""
@@ -177,11 +178,11 @@ class Agent:
         self.memory.forget(job)
         return room
 
-    async def _flush_all(self, cause: str) -> None:
+    async def _flush_all(self, cause: FlushCause) -> None:
         begin = time.monotonic()
         for room in self.rooms.values():
             for run in room.runs.values():
-                room.flush(run)
+                room.flush(run)  # what all of them take is measured here
         await asyncio.sleep(0.02)  # ranks that died a moment ago are still to be noticed
         done_time: float | None = None
         while not all(room.is_idle for room in self.rooms.values()):
@@ -219,7 +220,7 @@ class Agent:
     def flush(self, job: JobKey, run: str) -> None:
         """Persists all that is held of the run."""
         for found in self._launches(job, run):
-            self.rooms[job].flush(found)
+            self.rooms[job].flush(found, FlushCause.REQUESTED)
 
     def carry_out(self, requests: tuple[NodeRequest, ...]) -> None:
         """What the operator asks for, from now on: whoever joins later hears of it, too."""
