@@ -37,8 +37,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        # There from the start, so that the first of each is an increase.
+        for cause in Cause:
+            for counted in ("true", "false"):
+                self._restarts.labels(cause=cause, counted=counted)
         for phase in PHASES:
-            self._recovery.labels(phase=phase)  # there from the start, so that the first recovery is an increase
+            self._recovery.labels(phase=phase)
         self._steps_lost = Counter("stepfast_steps_lost", "Steps that had to be made again.", registry=self.registry)
         self._hangs = Counter("stepfast_hangs", "Gangs that made no step for too long.", registry=self.registry)
         self._passes = Histogram(

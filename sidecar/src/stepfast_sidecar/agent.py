@@ -24,13 +24,12 @@ from stepfast.step import JobKey
 from stepfast_sidecar.checkpointnode import Action, CheckpointNodeWriter, NodeRequest
 from stepfast_sidecar.cluster import checkpoint_node_writer, serve_kubelet
 from stepfast_sidecar.config import Config
-from stepfast_sidecar.flushes import FlushCause
 from stepfast_sidecar.growth import watch_growth
 from stepfast_sidecar.health import Health, serve_http
 from stepfast_sidecar.intake import Peer, listen
 from stepfast_sidecar.lending import Lending
 from stepfast_sidecar.memory import VOLUMES, MemoryTier
-from stepfast_sidecar.metrics import Metrics
+from stepfast_sidecar.metrics import FlushCause, Metrics
 from stepfast_sidecar.reception import Reception
 from stepfast_sidecar.room import Room
 from stepfast_sidecar.run import Run, Session, newest_run

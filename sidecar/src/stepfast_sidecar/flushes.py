@@ -1,26 +1,15 @@
-"""How long flushes take, and what they are for. Owns no flush: it watches until a run has nothing left to persist."""
+"""How long flushes take. Owns no flush: it watches until a run has nothing left to persist."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from enum import StrEnum
 
 from stepfast_sidecar.flow import RunFlow
-from stepfast_sidecar.metrics import Metrics
+from stepfast_sidecar.metrics import FlushCause, Metrics
 from stepfast_sidecar.tasks import Tasks
 
 _POLL_SECONDS = 0.05
-
-
-class FlushCause(StrEnum):
-    """Why all that is staged is persisted now."""
-
-    SIGTERM = "SIGTERM"  # the agent is to end
-    REQUESTED = "Requested"  # the operator waits for it: before a restart, or at the end of a job
-    RANK_DIED = "RankDied"
-    RUN_OVER = "RunOver"  # its last rank on this node has said goodbye
-    AGENT_RESTARTED = "AgentRestarted"  # and no rank came back
 
 
 class Flushes:

@@ -20,13 +20,13 @@ from stepfast.step import JobKey
 from stepfast_sidecar.commits import Commits
 from stepfast_sidecar.config import Config
 from stepfast_sidecar.flow import RunFlow
-from stepfast_sidecar.flushes import FlushCause, Flushes
+from stepfast_sidecar.flushes import Flushes
 from stepfast_sidecar.history import History
 from stepfast_sidecar.holdings import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow
 from stepfast_sidecar.jobslots import JobSlots
 from stepfast_sidecar.lent import JobLent
 from stepfast_sidecar.memory import MemoryTier, SlotFile
-from stepfast_sidecar.metrics import Metrics
+from stepfast_sidecar.metrics import FlushCause, Metrics
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
 from stepfast_sidecar.run import Run, Session
 from stepfast_sidecar.slots import misfit
