@@ -32,7 +32,14 @@ def test_attempts_begin_and_end_as_the_recoveries_tell() -> None:
     assert (second.start_step, second.reached_step, second.ending) == (90, 200, "RankFailed")
     assert (third.begin, third.training_time, third.end) == (BEGIN + 706, BEGIN + 760, NOW)
     assert (third.start_step, third.reached_step, third.ending) == (190, 260, "")
-    assert [span.is_begin_known for span in life.attempts] == [False, True, True]
+    assert first.begin == BEGIN
+    assert all(span.is_begin_known and span.is_end_known for span in life.attempts)
+
+
+def test_first_begin_of_a_job_that_was_suspended_is_known_no_more() -> None:
+    resumed = replace(training(), start_time=BEGIN + 600, earlier_seconds=400.0)
+    first = lived(resumed, saves=saves_of_training()).attempts[0]
+    assert (first.begin, first.is_begin_known) == (BEGIN + 48, False)
 
 
 def test_steps_fall_back_where_an_attempt_begins() -> None:
@@ -47,12 +54,12 @@ def test_attempts_that_no_recovery_tells_of_any_more_are_known_by_their_saves() 
         training(), attempt=13, recoveries=(recovery(12, 900),), last_failure=None, current=attempt(13, 906)
     )
     found = spans(lived(status, saves=[save(2, 20, 120), save(2, 30, 180), save(5, 60, 300)]))
-    assert set(found) == {2, 5, 12, 13}
+    assert set(found) == {1, 2, 5, 12, 13}
     second = found[2]
     assert (second.begin, second.end, second.reached_step) == (BEGIN + 120, BEGIN + 180, 30)
     assert not second.is_begin_known
     assert not second.is_end_known
-    assert lived(status, saves=[save(2, 20, 120)]).unseen == 10
+    assert lived(status, saves=[save(2, 20, 120)]).unseen == 9
 
 
 def test_launches_of_this_machine_tell_when_attempts_began() -> None:

@@ -112,9 +112,9 @@ def test_attempts_and_recoveries_stand_where_their_time_is(browser: Browser) -> 
     bands = [(box, name) for box, name in zip(browser.boxes(".band"), names(browser, ".band"), strict=True)]
     left = min(box["x"] for box, _ in bands)
     right = max(box["x"] + box["width"] for box, _ in bands)
-    per_second = (right - left) / (1000 - 48)  # from the first save, the first attempt's begin is not known
+    per_second = (right - left) / 1000
     for failed in (300, 700):
-        at = left + (failed - 48) * per_second
+        at = left + failed * per_second
         for name, seconds in PHASES.items():
             (box,) = [box for box, kind in bands if kind == name and abs(box["x"] - at) < 1.5]
             assert box["width"] == pytest.approx(seconds * per_second, abs=1), name
@@ -198,7 +198,7 @@ def test_keys_walk_through_the_life_and_a_reader_hears_it(browser: Browser) -> N
     for key in (Keys.HOME, Keys.ARROW_RIGHT, Keys.END):
         browser.press(key)
         heard.append(plot.get_attribute("aria-valuetext") or "")
-    assert heard[0] == "2027-01-15 08:00:00 UTC, after 0.0 s"
+    assert heard[0] == "2027-01-15 08:00:00 UTC, after 0.0 s, attempt 1"
     assert "attempt 1, step 10, stall 4.0 ms" in heard[1]
     assert "attempt 3" in heard[2]
 
@@ -238,6 +238,14 @@ def test_tables_say_what_the_picture_shows(browser: Browser) -> None:
     for label, rows in (("Attempts", 3), ("Recoveries", 2), ("The newest saves", 26), ("Events", 2)):
         assert len(browser.all(f'[role=region][aria-label="{label}"] tbody tr')) == rows, label
     first = browser.one('[aria-label="Attempts"] tbody tr').get_attribute("textContent") or ""
+    assert "2027-01-15 08:00:00 UTC" in first
+    assert "5.0 min" in first
+    assert browser.all(".bar rect.c-schedule")
+
+
+def test_times_that_are_not_known_exactly_are_marked(browser: Browser) -> None:
+    show(browser, replace(lived(), status=replace(training(), start_time=BEGIN + 600, earlier_seconds=400.0)))
+    first = browser.one('[aria-label="Attempts"] tbody tr').get_attribute("textContent") or ""
     assert "by 2027-01-15 08:00:48 UTC" in first
     assert "at least 4.2 min" in first
-    assert browser.all(".bar rect.c-schedule")
+    assert len(browser.all(".band.unsure")) == 1

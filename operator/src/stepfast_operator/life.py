@@ -82,6 +82,8 @@ def life_of(
     for row in own:
         trace = traces.setdefault(attempt_of(row.run), _Trace())
         trace.saves.append(row)
+    if 1 in traces and not status.earlier_seconds and status.state is not State.PENDING:
+        traces[1].begin = status.start_time  # of a job that was never suspended: when its first attempt was planned
     for number, launched in (launches or {}).items():
         traces.setdefault(number, _Trace()).begin = launched
     for recovery in status.recoveries:
