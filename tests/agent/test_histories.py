@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stepfast.histories import SaveRow, append_rows
+from stepfast.histories import COLUMNS, SaveRow, append_rows, read_rows
 from stepfast.storage import Store, open_store
 
 
@@ -49,3 +49,23 @@ def test_save_without_a_duration_to_be_seen_has_no_throughput(
     append_rows(store, "job", [row(1, duration_seconds, 1 << 20)])
     (written,) = bench.history(store, "job")
     assert written["throughput_mb_per_second"] == ""
+
+
+def test_saves_are_read_as_they_were_noted(store: Store) -> None:
+    rows = [row(1, 0.5, 1 << 20), row(2, None, 1 << 21)]
+    append_rows(store, "job", rows)
+    assert read_rows(store, "job") == tuple(rows)
+    assert read_rows(store, "another") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        pytest.param("", [], id="empty"),
+        pytest.param("step,seconds\n1,2\n", [], id="other-columns"),
+        pytest.param(f"{','.join(COLUMNS)}\nx,u-1\n3,u-1,Committed,noon,0,,,1,1\n{{row}}\n", [7], id="broken-lines"),
+    ],
+)
+def test_lines_that_are_no_save_are_left_out(store: Store, text: str, steps: list[int]) -> None:
+    store.replace("job/checkpointHistories.csv", text.replace("{row}", ",".join(row(7, 0.5, 1).cells())).encode())
+    assert [found.global_step for found in read_rows(store, "job")] == steps

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from anatomyreports import SMALL_GPU
-from browser import Browser, running_browser
+from browser import running_browser
 from families import FAMILIES
 from nvmldouble import Driver
+from reportbrowser import ReportBrowser
 from stepfast.torch.anatomy import Report, predict
 
 
@@ -31,10 +32,10 @@ def predicted_on_cpu() -> Report:
 
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReportBrowser]:
     """Debian's Chromium; without one the test is skipped, and fails in CI."""
     folder: Path = tmp_path_factory.mktemp("pages")
-    with running_browser(folder) as started:
+    with running_browser(folder, ReportBrowser) as started:
         yield started
 
 

@@ -74,10 +74,10 @@ def test_pages_parts_are_packed_with_the_distribution(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    source = folder / "src" / "stepfast" / "torch" / "anatomy" / "page"
-    names = sorted(file.name for file in source.iterdir())
-    assert "page.html" in names
-    assert {f"stepfast/torch/anatomy/page/{name}" for name in names} <= packed
+    source = folder / "src"
+    parts = [file for place in ("page", "torch/anatomy/page") for file in (source / "stepfast" / place).glob("*.*")]
+    assert {"base.css", "base.js", "page.css", "page.html"} <= {file.name for file in parts}
+    assert {str(file.relative_to(source)) for file in parts} <= packed
 
 
 @pytest.mark.parametrize("name", ["stepfast.torch.anatomy", "stepfast.cli"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from math import log
@@ -22,7 +21,8 @@ from anatomyreports import (
     too_large,
     without_limit,
 )
-from browser import Browser, running_browser
+from browser import running_browser
+from reportbrowser import ReportBrowser
 from stepfast.sizes import size_text
 from stepfast.torch.anatomy import Report
 
@@ -57,7 +57,7 @@ def held(report: Report, path: str) -> int:
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("edge", EDGES)
 def test_page_logs_nothing_asks_for_nothing_and_fits_its_window(
-    browser: Browser, predicted: Report, edge: str, width: int, is_dark: bool
+    browser: ReportBrowser, predicted: Report, edge: str, width: int, is_dark: bool
 ) -> None:
     browser.open(EDGES[edge](predicted), width=width, is_dark=is_dark)
     assert browser.errors() == []
@@ -67,7 +67,7 @@ def test_page_logs_nothing_asks_for_nothing_and_fits_its_window(
 
 
 def test_page_of_a_cpu_draws_its_charts_without_limit_and_reserved_memory(
-    browser: Browser, predicted_on_cpu: Report
+    browser: ReportBrowser, predicted_on_cpu: Report
 ) -> None:
     browser.open(predicted_on_cpu)
     assert browser.errors() == []
@@ -78,27 +78,14 @@ def test_page_of_a_cpu_draws_its_charts_without_limit_and_reserved_memory(
 
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-def test_text_stands_out_from_the_page_as_wcag_asks(browser: Browser, predicted: Report, is_dark: bool) -> None:
+def test_text_stands_out_from_the_page_as_wcag_asks(browser: ReportBrowser, predicted: Report, is_dark: bool) -> None:
     browser.open(predicted, is_dark=is_dark)
-    background = luminance(browser.ask("return getComputedStyle(document.body).backgroundColor"))
-    assert (background < 0.1) is is_dark
+    assert (browser.background() < 0.1) is is_dark
     for selector in ("h1", ".quiet", ".verdict", "td", "th", "#curve text", "summary", ".limit-text"):
-        colour = "getComputedStyle(document.querySelector(arguments[0]))"
-        text = luminance(browser.ask(f"return {colour}[arguments[1] ? 'fill' : 'color']", selector, "text" in selector))
-        lighter, darker = max(text, background), min(text, background)
-        assert (lighter + 0.05) / (darker + 0.05) >= 4.5, selector
+        assert browser.contrast(selector) >= 4.5, selector
 
 
-def luminance(colour: str) -> float:
-    """WCAG 2.2, relative luminance, of `rgb(r, g, b)`."""
-    red, green, blue = (
-        each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4
-        for each in (int(number) / 255 for number in re.findall(r"\d+", colour)[:3])
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def test_bar_of_the_headline_shows_the_shares_of_the_devices_memory(browser: Browser, predicted: Report) -> None:
+def test_bar_of_the_headline_shows_the_shares_of_the_devices_memory(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(predicted)
     memory = predicted.memory
     assert memory.limit_bytes is not None
@@ -116,7 +103,7 @@ def test_bar_of_the_headline_shows_the_shares_of_the_devices_memory(browser: Bro
         assert parts[name] / bar["width"] == pytest.approx(size / memory.limit_bytes, abs=0.001), name
 
 
-def test_what_does_not_fit_is_said_and_the_bar_marks_the_limit(browser: Browser, predicted: Report) -> None:
+def test_what_does_not_fit_is_said_and_the_bar_marks_the_limit(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(too_large(predicted))
     assert browser.one(".verdict").text.startswith("It does not fit: ")
     (bar,), (limit,) = browser.boxes(".fit-bar"), browser.boxes(".fit-bar .limit")
@@ -124,7 +111,7 @@ def test_what_does_not_fit_is_said_and_the_bar_marks_the_limit(browser: Browser,
 
 
 def test_curve_has_an_area_for_each_component_and_marks_the_peak_at_its_height(
-    browser: Browser, predicted: Report
+    browser: ReportBrowser, predicted: Report
 ) -> None:
     browser.open(predicted)
     memory = predicted.memory
@@ -143,13 +130,13 @@ def test_curve_has_an_area_for_each_component_and_marks_the_peak_at_its_height(
     assert (bottom - reserved["y"]) * bytes_a_pixel == pytest.approx(memory.occupied_bytes, rel=0.015)
 
 
-def test_charts_round_sizes_as_the_tables_do(browser: Browser, predicted: Report) -> None:
+def test_charts_round_sizes_as_the_tables_do(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(predicted)
     for size in (0, 1, 1023, 1024, *(1024 * quarters // 4 for quarters in range(4, 80)), 7 * 1024**3 + 3):
         assert browser.ask("return sizeText(arguments[0])", size) == size_text(size)
 
 
-def test_curve_marks_the_phases_of_each_step_on_its_axis(browser: Browser, predicted: Report) -> None:
+def test_curve_marks_the_phases_of_each_step_on_its_axis(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(predicted)
     titles = [each["text"] for each in browser.boxes("#curve .phase")]
     phases = ("forward", "backward", "optimizer")
@@ -157,7 +144,7 @@ def test_curve_marks_the_phases_of_each_step_on_its_axis(browser: Browser, predi
     assert [title for title in titles if "setup" not in title] == expected
 
 
-def test_pointer_on_the_curve_names_the_values_of_that_moment(browser: Browser, predicted: Report) -> None:
+def test_pointer_on_the_curve_names_the_values_of_that_moment(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(predicted)
     slider = browser.one("#curve .plot")
     text = browser.hover(slider)
@@ -172,7 +159,7 @@ def test_pointer_on_the_curve_names_the_values_of_that_moment(browser: Browser, 
     assert amount(values["allocated"], UNITS) == pytest.approx(sum(point.components), rel=0.05)
 
 
-def test_keys_move_along_the_curve_and_a_reader_hears_the_values(browser: Browser, predicted: Report) -> None:
+def test_keys_move_along_the_curve_and_a_reader_hears_the_values(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(predicted)
     slider = browser.one("#curve .plot")
     browser.ask("arguments[0].focus()", slider)
@@ -186,18 +173,18 @@ def test_keys_move_along_the_curve_and_a_reader_hears_the_values(browser: Browse
     assert browser.tooltip().startswith(f"step {point.step}, {point.phase}")
 
 
-def groups(browser: Browser) -> dict[str, dict[str, Any]]:
+def groups(browser: ReportBrowser) -> dict[str, dict[str, Any]]:
     """The treemap's boxes by the module that they stand for."""
     return {box["label"].partition(": ")[0]: box for box in browser.boxes("#treemap .group")}
 
 
-def sizes(browser: Browser) -> dict[str, tuple[float, float]]:
+def sizes(browser: ReportBrowser) -> dict[str, tuple[float, float]]:
     """The treemap's boxes wherever the page is scrolled to."""
     return {path: (box["width"], box["height"]) for path, box in groups(browser).items()}
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_areas_of_the_treemap_are_proportional_to_bytes(browser: Browser, predicted: Report, width: int) -> None:
+def test_areas_of_the_treemap_are_proportional_to_bytes(browser: ReportBrowser, predicted: Report, width: int) -> None:
     browser.open(predicted, width=width)
     (whole,) = browser.boxes("#treemap .map")
     area = whole["width"] * whole["height"]
@@ -215,7 +202,7 @@ def test_areas_of_the_treemap_are_proportional_to_bytes(browser: Browser, predic
 
 
 def test_colours_of_the_treemap_are_those_of_components_or_by_choice_of_modules(
-    browser: Browser, predicted: Report
+    browser: ReportBrowser, predicted: Report
 ) -> None:
     browser.open(predicted)
     backgrounds = "return [...document.querySelectorAll('.cell')].map((each) => getComputedStyle(each).backgroundImage)"
@@ -224,7 +211,9 @@ def test_colours_of_the_treemap_are_those_of_components_or_by_choice_of_modules(
     assert set(browser.ask(backgrounds)) == {"none"}
 
 
-def test_choosing_a_module_zooms_into_it_and_the_breadcrumb_leads_back(browser: Browser, predicted: Report) -> None:
+def test_choosing_a_module_zooms_into_it_and_the_breadcrumb_leads_back(
+    browser: ReportBrowser, predicted: Report
+) -> None:
     browser.open(predicted)
     outside = sizes(browser)
     browser.one('[aria-label^="bert.encoder.layer.0: "]').click()
@@ -240,7 +229,7 @@ def test_choosing_a_module_zooms_into_it_and_the_breadcrumb_leads_back(browser: 
     assert sizes(browser) == outside
 
 
-def test_treemap_is_used_by_keys_alone(browser: Browser, predicted: Report) -> None:
+def test_treemap_is_used_by_keys_alone(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(predicted)
     outside = sizes(browser)
     browser.ask("document.querySelector('.group').focus()")
@@ -259,7 +248,7 @@ def test_treemap_is_used_by_keys_alone(browser: Browser, predicted: Report) -> N
     assert sizes(browser) == outside
 
 
-def test_pointer_on_the_treemap_names_module_and_bytes(browser: Browser, predicted: Report) -> None:
+def test_pointer_on_the_treemap_names_module_and_bytes(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(predicted)
     text = browser.hover(browser.one('[aria-label^="bert.encoder.layer.1: "]')).splitlines()
     assert text[0].startswith("bert.encoder.layer.1")
@@ -268,7 +257,9 @@ def test_pointer_on_the_treemap_names_module_and_bytes(browser: Browser, predict
     assert size is None or amount(together, UNITS) == pytest.approx(size, rel=0.05)
 
 
-def test_small_modules_of_thousands_share_a_box_that_can_be_looked_into(browser: Browser, predicted: Report) -> None:
+def test_small_modules_of_thousands_share_a_box_that_can_be_looked_into(
+    browser: ReportBrowser, predicted: Report
+) -> None:
     report = of_many_modules(predicted)
     browser.open(report)
     found = groups(browser)
@@ -279,7 +270,7 @@ def test_small_modules_of_thousands_share_a_box_that_can_be_looked_into(browser:
     assert "2842 others" in groups(browser)
 
 
-def test_roofline_marks_each_class_at_its_intensity_and_rate(browser: Browser, predicted: Report) -> None:
+def test_roofline_marks_each_class_at_its_intensity_and_rate(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(predicted)
     marks = {box["label"].partition(":")[0]: box for box in browser.boxes("#roofline .mark")}
     classes = [each for each in predicted.time.classes if each.flops]
@@ -305,7 +296,7 @@ def share(value: float, low: float, high: float) -> float:
     return log(value / low) / log(high / low)
 
 
-def test_contractions_with_a_roof_of_their_own_are_shown_with_both(browser: Browser, predicted: Report) -> None:
+def test_contractions_with_a_roof_of_their_own_are_shown_with_both(browser: ReportBrowser, predicted: Report) -> None:
     roof = predicted.time.roof
     assert roof is not None
     higher = replace(roof, contraction_flops=8 * roof.other_flops)
@@ -313,7 +304,7 @@ def test_contractions_with_a_roof_of_their_own_are_shown_with_both(browser: Brow
     assert len(browser.all("#roofline .roof")) == 2
 
 
-def test_charts_follow_the_windows_width(browser: Browser, predicted: Report) -> None:
+def test_charts_follow_the_windows_width(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(predicted)
     browser.resize(400)
     browser.until("return document.querySelector('#curve svg').viewBox.baseVal.width < 400")
@@ -322,7 +313,7 @@ def test_charts_follow_the_windows_width(browser: Browser, predicted: Report) ->
     assert browser.errors() == []
 
 
-def test_texts_of_a_report_are_shown_as_they_are_and_never_run(browser: Browser, predicted: Report) -> None:
+def test_texts_of_a_report_are_shown_as_they_are_and_never_run(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(hostile(predicted))
     assert browser.ask("return window.hacked") is None
     assert browser.all("img") == []
@@ -333,7 +324,7 @@ def test_texts_of_a_report_are_shown_as_they_are_and_never_run(browser: Browser,
     assert browser.ask("return window.hacked") is None
 
 
-def test_tables_say_what_the_charts_show(browser: Browser, predicted: Report) -> None:
+def test_tables_say_what_the_charts_show(browser: ReportBrowser, predicted: Report) -> None:
     browser.open(predicted)
     for label in ("Memory by component", "Most memory in each phase", "The largest modules at the peak"):
         assert browser.all(f'[role=region][aria-label="{label}"] tbody tr'), label
@@ -347,5 +338,5 @@ def test_machine_without_a_browser_skips_loudly_and_fails_in_ci(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CI", ci)
-    with pytest.raises(ends, match="NOT TESTED HERE"), running_browser(tmp_path):
+    with pytest.raises(ends, match="NOT TESTED HERE"), running_browser(tmp_path, ReportBrowser):
         pass

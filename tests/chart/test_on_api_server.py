@@ -30,7 +30,8 @@ def server(api_server: KubernetesClient) -> KubernetesClient:
     folders = (chart.CHART / "crds", Path(__file__).with_name("monitors.yaml"))
     for folder in folders:
         api_server.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(folder))
-    names = [*CRDS, "podmonitors.monitoring.coreos.com", "servicemonitors.monitoring.coreos.com"]
+    kinds = ("podmonitors", "servicemonitors", "prometheusrules")
+    names = [*CRDS, *(f"{kind}.monitoring.coreos.com" for kind in kinds)]
     api_server.kubectl("wait", "--for=condition=Established", "--timeout=60s", *(f"crd/{name}" for name in names))
     return api_server
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import yaml
 
 from testchart import chart
 
@@ -192,6 +193,47 @@ def test_probes_and_scrapes_name_ports_that_are_there(objects: list[dict[str, An
         assert "metrics" in ports
     for service in chart.of_kind(objects, "Service"):
         assert [port["targetPort"] for port in service["spec"]["ports"]] == ["metrics"]
+
+
+def test_monitoring_is_made_by_choice_alone(render: Render) -> None:
+    kinds = ("ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap")
+    assert chart.of_kind(render({}), *kinds) == []
+
+
+def test_scraped_labels_of_jobs_are_not_those_of_our_pods(render: Render) -> None:
+    objects = render({"metrics": {"monitors": {"enabled": True}}})
+    (service,), (pods,) = chart.of_kind(objects, "ServiceMonitor"), chart.of_kind(objects, "PodMonitor")
+    assert [endpoint["honorLabels"] for endpoint in service["spec"]["endpoints"]] == [True]
+    assert [endpoint["honorLabels"] for endpoint in pods["spec"]["podMetricsEndpoints"]] == [True]
+    assert [each["targetLabel"] for each in pods["spec"]["podMetricsEndpoints"][0]["relabelings"]] == ["node"]
+
+
+def test_alerts_are_those_of_the_file_with_links_and_labels(render: Render) -> None:
+    (rule,) = chart.of_kind(render(chart.VALUES["everything"]), "PrometheusRule")
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    written = yaml.safe_load((chart.CHART / "alerts" / "stepfast.yaml").read_text())["groups"]
+    groups = rule["spec"]["groups"]
+    assert [group["name"] for group in groups] == [group["name"] for group in written]
+    rules = [alert for group in groups for alert in group["rules"]]
+    for alert, source in zip(rules, [alert for group in written for alert in group["rules"]], strict=True):
+        assert alert["labels"] == {**source["labels"], "team": "training"}
+        runbook = f"https://docs.example/observing#{source['alert'].lower()}"
+        assert alert["annotations"] == {**source["annotations"], "runbook_url": runbook}
+        assert {name: alert.get(name) for name in ("alert", "expr", "for")} == {
+            name: source.get(name) for name in ("alert", "expr", "for")
+        }
+
+
+def test_dashboards_are_config_maps_that_grafanas_sidecar_finds(render: Render) -> None:
+    maps = chart.of_kind(render(chart.VALUES["everything"]), "ConfigMap")
+    files = {f"stepfast-{path.name}": path.read_text() for path in (chart.CHART / "dashboards").glob("*.json")}
+    assert {name: text for one in maps for name, text in one["data"].items()} == {
+        name: text.rstrip("\n") for name, text in files.items()
+    }
+    for one in maps:
+        assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert one["metadata"]["annotations"] == {"grafana_folder": "Training"}
+        assert one["metadata"]["namespace"] == "team-a"
 
 
 def test_notes_say_what_comes_next(api_server: Any, tmp_path: Any) -> None:

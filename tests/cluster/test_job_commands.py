@@ -351,20 +351,29 @@ def test_a_job_that_is_not_there_is_told_with_what_is_near(
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_user_without_the_role_is_told_which_one(space: Space, stepfast: Stepfast) -> None:
-    space.make(suspend=True)
+def become_nobody(space: Space) -> None:
+    """Asks the API server as somebody who may nothing, from here on."""
     space.server.kubectl("create", "serviceaccount", "reader", "-n", space.name)
-    token = space.server.kubectl("create", "token", "reader", "-n", space.name).strip()
-    space.use({"token": token})
-    result = stepfast("status", "-n", space.name, "gpt")
-    assert result.exit_code == 1
-    assert f"you may not get {CRD} in namespace {space.name} of context" in result.stderr
-    assert "the role view there" in result.stderr
+    space.use({"token": space.server.kubectl("create", "token", "reader", "-n", space.name).strip()})
+
+
+def let_read(space: Space, stepfast: Stepfast) -> None:
+    """Lets that somebody read jobs, and nothing else."""
     words = ("-n", space.name, "--verb=get,list,watch", f"--resource={CRD}")
     space.server.kubectl("create", "role", "reader", *words)
     who = f"--serviceaccount={space.name}:reader"
     space.server.kubectl("create", "rolebinding", "reader", "-n", space.name, "--role=reader", who)
     wait_until("the role counts", lambda: stepfast("status", "-n", space.name, "gpt").exit_code == 0)
+
+
+def test_a_user_without_the_role_is_told_which_one(space: Space, stepfast: Stepfast) -> None:
+    space.make(suspend=True)
+    become_nobody(space)
+    result = stepfast("status", "-n", space.name, "gpt")
+    assert result.exit_code == 1
+    assert f"you may not get {CRD} in namespace {space.name} of context" in result.stderr
+    assert "the role view there" in result.stderr
+    let_read(space, stepfast)
     refused = stepfast("resume", "-n", space.name, "gpt")
     assert refused.exit_code == 1
     assert f"you may not patch {CRD}" in refused.stderr
@@ -494,3 +503,96 @@ def test_somebody_elses_change_in_between_is_not_overwritten(space: Space, stepf
     with pytest.raises(CommandFailed, match="the object has been modified"):
         space.change({"metadata": {"resourceVersion": stale}, "spec": {"suspend": False}})
     assert "is never run again" in stepfast("resume", "gpt").stderr
+
+
+def told_of(space: Space, reason: str, message: str) -> None:
+    """An Event of the job, as the operator posts it."""
+    metadata = space.job()["metadata"]
+    space.server.apply({
+        "apiVersion": "v1", "kind": "Event", "type": "Warning", "reason": reason, "message": message, "count": 1,
+        "metadata": {"name": f"gpt.{uuid.uuid4().hex[:8]}", "namespace": space.name},
+        "involvedObject": {"apiVersion": API, "kind": "TrainingJob", "name": "gpt", "namespace": space.name,
+                           "uid": metadata["uid"]},
+        "eventTime": "2026-01-02T03:04:06.000000Z", "action": reason, "reportingComponent": "stepfast-operator",
+        "reportingInstance": "here",
+    })  # fmt: skip
+
+
+def test_report_shows_what_the_cluster_and_the_storage_know_of_the_job(
+    space: Space, stepfast: Stepfast, tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoints"
+    space.make(checkpoint={"storageUri": root.as_uri()}, status=COMMITTED)
+    told_of(space, "Restarting", "attempt 1 failed: <NodeLost>")
+    train(root, f"{space.name}/gpt", 3)
+    result = stepfast("report", "gpt")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "gpt.html").read_text()
+    assert "attempt 1 failed: &lt;NodeLost&gt;" in page
+    assert f"In context {space.config['current-context']}" in page
+    assert "cannot be read" not in page
+
+
+def test_report_says_that_events_may_not_be_read(space: Space, stepfast: Stepfast, tmp_path: Path) -> None:
+    space.make(status=COMMITTED)
+    become_nobody(space)
+    let_read(space, stepfast)
+    assert stepfast("report", "-n", space.name, "gpt").exit_code == 0
+    page = (tmp_path / "gpt.html").read_text()
+    assert f"Events are not shown: you may not list events in namespace {space.name} of" in page
+    assert "saves are not shown: where they are is known with the first commit" in page
+
+
+def pod_of(space: Space, why: str) -> None:
+    """A pod of the job's gang that the scheduler could not place."""
+    job = space.job()
+    marks = {"job": "gpt", "job-uid": job["metadata"]["uid"], "attempt": "2", "node-index": "0"}
+    owner = {"apiVersion": API, "kind": "TrainingJob", "name": "gpt", "uid": job["metadata"]["uid"], "controller": True}
+    space.server.apply({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {
+            "name": "gpt-2-0", "namespace": space.name, "ownerReferences": [owner],
+            "labels": {f"stepfast.dev/{name}": value for name, value in marks.items()},
+            "annotations": {"stepfast.dev/run": f"{job['metadata']['uid']}-2"},
+        },
+        "spec": {
+            "containers": [{"name": "node", "image": "none"}], "automountServiceAccountToken": False,
+            "schedulerName": "nobody", "serviceAccountName": "default",
+        },
+    })  # fmt: skip
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}
+    patch = json.dumps({"status": {"conditions": [condition]}})
+    space.server.kubectl(
+        "patch", "pod", "gpt-2-0", "-n", space.name, "--subresource=status", "--type=merge", "-p", patch
+    )
+
+
+STARTING = {
+    **COMMITTED, "state": "Starting", "attempt": 2, "restarts": 1,
+    "lastFailure": {"attempt": 1, "time": "2026-01-02T03:04:05.000000Z", "reason": "NodeLost", "node": "node-2"},
+    "current": {"attempt": 2, "run": "u-2", "resumeStep": 40, "plannedTime": "2026-01-02T03:04:06.000000Z"},
+    "conditions": [{"type": "PodsReady", "status": "False", "reason": "PodsPending", "message": "seen by the operator",
+                    "lastTransitionTime": "2026-01-02T03:04:06Z"}],
+}  # fmt: skip
+
+
+def test_explain_names_the_pods_that_are_waited_for_and_what_bounds_the_job(space: Space, stepfast: Stepfast) -> None:
+    space.make(status=STARTING, failurePolicy={"maxRestarts": 5})
+    space.server.apply({"apiVersion": "v1", "kind": "ServiceAccount",
+                        "metadata": {"name": "default", "namespace": space.name}})  # fmt: skip
+    pod_of(space, "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
+    result = stepfast("explain", "gpt")
+    assert result.exit_code == 0, result.output
+    assert "for pod gpt-2-0: Unschedulable: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu." in result.output
+    assert "attempt 1 failed: NodeLost (node-2), " in result.output
+    assert "5 more restarts of 5 may follow failures (maxRestarts)" in result.output
+    assert "(startupDeadlineSeconds)" in result.output
+
+
+def test_explain_says_what_the_operator_saw_where_pods_may_not_be_read(space: Space, stepfast: Stepfast) -> None:
+    space.make(status=STARTING)
+    become_nobody(space)
+    let_read(space, stepfast)
+    result = stepfast("explain", "-n", space.name, "gpt")
+    assert result.exit_code == 0, result.output
+    assert "  - seen by the operator" in result.output

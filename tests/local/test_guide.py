@@ -24,6 +24,7 @@ from stepfast_sidecar.tenants import CREDENTIAL_NAMES
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
 INSTALL = (ROOT / "docs" / "install.md").read_text()
+OBSERVING = (ROOT / "docs" / "observing.md").read_text()
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *ROOT.glob("docs/**/*.md")]
 
 
@@ -69,14 +70,14 @@ def test_install_has_a_row_for_every_event() -> None:
     assert sorted(names_in(INSTALL, "Event")) == sorted(EventReason)
 
 
-def test_install_has_a_row_for_every_metric_of_the_operator() -> None:
+def test_every_metric_of_the_operator_has_a_row() -> None:
     metrics = operator_metrics.Metrics()
-    metrics.watch(list, dict, lambda: 0.0)
-    assert sorted(names_in(INSTALL, "operator's metric")) == sorted(names_of(metrics.registry))
+    metrics.watch(statuses=dict, agents=list, ages=dict, now=lambda: 0.0)
+    assert sorted(names_in(OBSERVING, "operator's metric")) == sorted(names_of(metrics.registry))
 
 
-def test_install_has_a_row_for_every_metric_of_the_agent() -> None:
-    assert sorted(names_in(INSTALL, "agent's metric")) == sorted(names_of(agent_metrics.Metrics().registry))
+def test_every_metric_of_the_agent_has_a_row() -> None:
+    assert sorted(names_in(OBSERVING, "agent's metric")) == sorted(names_of(agent_metrics.Metrics().registry))
 
 
 def test_install_names_what_the_agent_takes_of_a_secret() -> None:

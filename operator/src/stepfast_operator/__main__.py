@@ -54,7 +54,7 @@ class Operator:
         self._events = EventLog(kube, settings.identity)
         self._stopping = asyncio.Event()
         self._kopf_stop, self._kopf_ready = asyncio.Event(), asyncio.Event()
-        self.metrics.watch(self.jobs.states, self._ages, time.time)
+        self.metrics.watch(statuses=self.jobs.statuses, agents=self._view.agents.values, ages=self._ages, now=time.time)
 
     async def run(self) -> int:
         """Serves until told to end; the exit status."""

@@ -73,7 +73,6 @@ class Jobs:
             del self._uids[loop.key]
         if loop.task is not None:
             loop.task.cancel()
-        self._metrics.forget(loop.key)
 
     def wake(self, uid: str) -> None:
         if (loop := self._loops.get(uid)) is not None:
@@ -87,9 +86,9 @@ class Jobs:
         loop = self._loops.get(self._uids.get(job, ""))
         return loop is not None and not loop.is_over
 
-    def states(self) -> list[State]:
-        """Every job's state, for the metrics."""
-        return [loop.status.state for loop in self._loops.values()]
+    def statuses(self) -> dict[JobKey, Status]:
+        """How every job is, for the metrics."""
+        return {loop.key: loop.status for loop in self._loops.values()}
 
     async def close(self) -> None:
         """Ends every loop where it stands: the next operator goes on from there."""
@@ -217,7 +216,7 @@ class JobLoop:
             self._document = document
 
     def _tell(self, seen: Pass) -> None:
-        self._metrics.observe(self.key, seen)
+        self._metrics.observe(seen)
         self._events.tell(self._document, seen)
 
     def _pause(self, error: Exception) -> float:

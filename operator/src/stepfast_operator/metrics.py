@@ -1,23 +1,25 @@
-"""What the operator measures of itself and of its jobs, for Prometheus. Job names stand only on gauges that go with the
-job.
+"""What the operator measures of itself and counts of its jobs, for Prometheus. What is told of single jobs is
+`jobmetrics.py`'s.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from stepfast.step import JobKey
+from stepfast_operator.jobmetrics import JobGauges
+from stepfast_operator.podview import AgentView
 from stepfast_operator.reconcile import Pass
-from stepfast_operator.record import Recovery, State
+from stepfast_operator.record import Cause, Recovery, Status
+from stepfast_operator.recoveryphases import PHASES, phases_of
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _RECONCILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-_JOB = ("namespace", "name")
 
 
 class Metrics:
@@ -35,17 +37,14 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        # There from the start, so that the first of each is an increase.
+        for cause in Cause:
+            for counted in ("true", "false"):
+                self._restarts.labels(cause=cause, counted=counted)
+        for phase in PHASES:
+            self._recovery.labels(phase=phase)
         self._steps_lost = Counter("stepfast_steps_lost", "Steps that had to be made again.", registry=self.registry)
         self._hangs = Counter("stepfast_hangs", "Gangs that made no step for too long.", registry=self.registry)
-        self._goodput = Gauge(
-            "stepfast_goodput_ratio", "Training that was kept over the time active.", _JOB, registry=self.registry
-        )
-        self._persisted = Gauge(
-            "stepfast_checkpoint_committed_timestamp_seconds",
-            "When the newest committed step was committed.",
-            _JOB,
-            registry=self.registry,
-        )
         self._passes = Histogram(
             "stepfast_reconcile_duration_seconds",
             "One look at one job, with all that follows from it.",
@@ -58,12 +57,17 @@ class Metrics:
 
     def watch(
         self,
-        states: Callable[[], Sequence[State]],
+        *,
+        statuses: Callable[[], Mapping[JobKey, Status]],
+        agents: Callable[[], Iterable[AgentView]],
         ages: Callable[[], Mapping[str, float]],
         now: Callable[[], float],
     ) -> None:
-        """What is asked for when it is scraped: the jobs' states, and seconds since each watch heard anything."""
-        self.registry.register(_Asked(states, ages, self._persisted, now))
+        """What is asked for when it is scraped: the jobs' statuses, the agents, and seconds since each watch heard
+        anything.
+        """
+        self.registry.register(JobGauges(statuses, now))
+        self.registry.register(_Watches(agents, ages))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -74,7 +78,7 @@ class Metrics:
     def failed(self) -> None:
         self._errors.inc()
 
-    def observe(self, job: JobKey, seen: Pass) -> None:
+    def observe(self, seen: Pass) -> None:
         """What one pass brought about."""
         before, after = seen.before, seen.after
         if after.restarts > before.restarts and after.recoveries:
@@ -82,74 +86,48 @@ class Metrics:
             self._restarts.labels(cause=str(last.cause), counted=str(last.counted).lower()).inc()
         if after.steps_lost > before.steps_lost:
             self._steps_lost.inc(after.steps_lost - before.steps_lost)
-        if after.last_failure != before.last_failure and after.last_failure is not None:
-            self._hangs.inc(after.last_failure.reason == "HangDetected")
-        if after.goodput_ratio is not None:
-            self._goodput.labels(job.namespace, job.name).set(after.goodput_ratio)
-        if after.checkpoint.latest_persisted_time is not None:
-            self._persisted.labels(job.namespace, job.name).set(after.checkpoint.latest_persisted_time)
+        self._hangs.inc(_has_hung(before, after))
         self._observe_recovery(before.recoveries, after.recoveries)
-
-    def forget(self, job: JobKey) -> None:
-        """The job is gone."""
-        for gauge in (self._goodput, self._persisted):
-            try:
-                gauge.remove(job.namespace, job.name)
-            except KeyError:
-                continue
 
     def _observe_recovery(self, before: Sequence[Recovery], after: Sequence[Recovery]) -> None:
         """The last recovery, once it is complete."""
         if not after or after[-1].duration_seconds is None:
             return
         last = after[-1]
-        if before and before[-1].attempt == last.attempt and before[-1].duration_seconds is not None:
+        old = next((one for one in before if one.failure_time == last.failure_time), None)
+        if old is not None and old.duration_seconds is not None:
             return
-        for phase, seconds in phases_of(last):
-            self._recovery.labels(phase=phase).observe(seconds)
+        for phase in phases_of(last):
+            self._recovery.labels(phase=phase.name).observe(phase.seconds)
 
 
-def phases_of(recovery: Recovery) -> Iterator[tuple[str, float]]:
-    """How long each phase of a recovery took, of those whose ends are known."""
-    ends = (
-        ("detect", recovery.failure_time, recovery.detected_time),
-        ("flush", recovery.detected_time, recovery.flushed_time),
-        ("schedule", recovery.flushed_time, recovery.pods_ready_time),
-        ("restore", recovery.pods_ready_time, recovery.restored_time),
-        ("resume", recovery.restored_time, recovery.resumed_time),
-    )
-    for phase, begin, end in ends:
-        if begin is not None and end is not None:
-            yield phase, max(0.0, end - begin)
+def _has_hung(before: Status, after: Status) -> bool:
+    """Whether an attempt was found to hang: it is ended for that, or the policy is to say so alone."""
+    failure, current = after.last_failure, after.current
+    if failure is not None and failure.reason is Cause.HANG_DETECTED:
+        known = before.last_failure
+        if known is None or known.attempt != failure.attempt:
+            return True
+    if current is None or current.hang_notified_time is None:
+        return False
+    return before.current is None or before.current.hang_notified_time != current.hang_notified_time
 
 
-class _Asked(Collector):
-    """Gauges that are computed when they are scraped."""
+class _Watches(Collector):
+    """What the operator hears of the cluster, told when it is scraped."""
 
-    def __init__(
-        self,
-        states: Callable[[], Sequence[State]],
-        ages: Callable[[], Mapping[str, float]],
-        persisted: Gauge,
-        now: Callable[[], float],
-    ) -> None:
-        self._states, self._ages, self._persisted, self._now = states, ages, persisted, now
+    def __init__(self, agents: Callable[[], Iterable[AgentView]], ages: Callable[[], Mapping[str, float]]) -> None:
+        self._agents, self._ages = agents, ages
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        jobs = GaugeMetricFamily("stepfast_jobs", "Jobs by state.", labels=["state"])
-        tally = Tally(self._states())
-        for state in State:
-            jobs.add_metric([str(state)], tally[state])
-        yield jobs
+        agents = GaugeMetricFamily("stepfast_agents", "Nodes' agents, by whether they are ready.", labels=["ready"])
+        tally = Tally(agent.is_ready for agent in self._agents())
+        for is_ready in (True, False):
+            agents.add_metric([str(is_ready).lower()], tally[is_ready])
+        yield agents
         ages = GaugeMetricFamily(
             "stepfast_watch_age_seconds", "Since a watch heard anything of the API server.", labels=["resource"]
         )
         for resource, seconds in self._ages().items():
             ages.add_metric([resource], seconds)
         yield ages
-        age = GaugeMetricFamily("stepfast_checkpoint_age_seconds", "Of the newest committed step.", labels=list(_JOB))
-        now = self._now()
-        for family in self._persisted.collect():
-            for sample in family.samples:
-                age.add_metric([sample.labels[name] for name in _JOB], max(0.0, now - sample.value))
-        yield age

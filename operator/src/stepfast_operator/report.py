@@ -13,21 +13,20 @@ from rich.text import Text
 
 from stepfast.sizes import size_text
 from stepfast_operator.document import JSON
+from stepfast_operator.goodput import goodput_of
 from stepfast_operator.record import Condition, ConditionType, FailedReason, Recovery, State, Status
+from stepfast_operator.recoveryphases import PHASES, phases_of
 from stepfast_operator.sentences import count_text, describe_failure, has_trained_for_nothing, span_text
 
 RECOVERY_HEADINGS = (
     "after attempt",
     "cause",
-    "detect",
-    "flush",
-    "schedule",
-    "restore",
-    "resume",
+    *PHASES,
     "total",
     "steps lost",
     "tier",
 )
+NONE = "–"  # where there is nothing to tell
 _LEFT = frozenset({"cause", "tier"})
 # What a condition says when all is well. The terminal ones repeat the state.
 _GOOD = {
@@ -106,8 +105,9 @@ def facts_of(status: Status, now: float | None = None) -> list[tuple[str, str]]:
     if now is not None and not status.is_terminal and checkpoint.restored_step is not None:
         tier = f" from {checkpoint.restored_tier}" if checkpoint.restored_tier else ""
         facts.append(("restored", f"step {checkpoint.restored_step}{tier}"))
-    if status.goodput_ratio is not None:
-        facts.append(("goodput", f"{status.goodput_ratio:.1%}"))
+    goodput = status.goodput_ratio if now is None else goodput_of(status, now)
+    if goodput is not None:
+        facts.append(("goodput", f"{goodput:.1%}"))
     if checkpoint.persist_error is not None:
         facts.append(("persisting fails", checkpoint.persist_error))
     if now is not None and checkpoint.storage_error is not None and not status.is_terminal:
@@ -131,13 +131,7 @@ def _recoveries(status: Status) -> Table:
     for heading in RECOVERY_HEADINGS:
         table.add_column(heading, justify="left" if heading in _LEFT else "right")
     for recovery in status.recoveries:
-        table.add_row(
-            f"{recovery.attempt}, in place" if recovery.in_place_restart is not None else str(recovery.attempt),
-            Text(_who(recovery, has_nodes=status.nodes.desired > 1)),
-            *_phases(recovery),
-            _or_dash(recovery.steps_lost),
-            recovery.restored_tier or "–",
-        )
+        table.add_row(*(Text(cell) for cell in recovery_cells(recovery, has_nodes=status.nodes.desired > 1)))
     return table
 
 
@@ -208,6 +202,17 @@ def _lag(status: Status) -> str:
     return f"; {count_text(steps, 'step')}{spent} behind training"
 
 
+def recovery_cells(recovery: Recovery, *, has_nodes: bool) -> list[str]:
+    """One recovery, under `RECOVERY_HEADINGS`."""
+    return [
+        f"{recovery.attempt}, in place" if recovery.in_place_restart is not None else str(recovery.attempt),
+        _who(recovery, has_nodes=has_nodes),
+        *_phases(recovery),
+        _or_dash(recovery.steps_lost),
+        recovery.restored_tier or NONE,
+    ]
+
+
 def _who(recovery: Recovery, *, has_nodes: bool) -> str:
     """The rank, and its node where there are several."""
     where = [f"rank {recovery.rank}"] if recovery.rank is not None else []
@@ -216,19 +221,12 @@ def _who(recovery: Recovery, *, has_nodes: bool) -> str:
 
 
 def _phases(recovery: Recovery) -> list[str]:
-    restored = recovery.restored_time or recovery.pods_ready_time
-    return [
-        _seconds(recovery.failure_time, recovery.detected_time),
-        _seconds(recovery.detected_time, recovery.flushed_time),
-        _seconds(recovery.flushed_time, recovery.pods_ready_time),
-        _seconds(recovery.pods_ready_time, recovery.restored_time),
-        _seconds(restored, recovery.resumed_time),
-        _seconds(recovery.failure_time, recovery.resumed_time),
-    ]
-
-
-def _seconds(begin: float | None, end: float | None) -> str:
-    return "–" if begin is None or end is None else f"{max(0.0, end - begin):.2f} s"
+    """How long each of its phases took, and all of it."""
+    took = {phase.name: f"{phase.seconds:.2f} s" for phase in phases_of(recovery)}
+    cells = [took.get(name, NONE) for name in PHASES]
+    if recovery.resumed_time is None:
+        return [*cells, NONE]
+    return [*cells, f"{max(0.0, recovery.resumed_time - recovery.failure_time):.2f} s"]
 
 
 def _ms(seconds: float) -> str:
@@ -236,4 +234,4 @@ def _ms(seconds: float) -> str:
 
 
 def _or_dash(value: int | None) -> str:
-    return "–" if value is None else str(value)
+    return NONE if value is None else str(value)

@@ -41,6 +41,7 @@ from stepfast_operator.actions import (
 )
 from stepfast_operator.conditions import conditions_of, refused_conditions
 from stepfast_operator.failurepolicy import RuleAction
+from stepfast_operator.goodput import goodput_of
 from stepfast_operator.intake import take_in
 from stepfast_operator.observed import Failure, Observed
 from stepfast_operator.policies import exclusion
@@ -357,25 +358,8 @@ def _resume(status: Status, now: float) -> Status:
 
 
 def _finish(status: Status, now: float) -> Status:
-    """Derives the final goodput: training that was kept, without its stalls, over the time that the job was
-    active.
-    """
-    current = status.current
-    active = status.earlier_seconds + (now - status.start_time if status.start_time is not None else 0.0)
-    kept = status.productive_seconds + (current.trained_seconds if current is not None else 0.0)
-    kept = max(0.0, kept - _stalled_seconds(status))
-    has_steps = status.trainer_status.global_step is not None
-    ratio = round(min(1.0, kept / active), 4) if active > 0 and has_steps else None
-    return replace(status, completion_time=now, goodput_ratio=ratio)
-
-
-def _stalled_seconds(status: Status) -> float:
-    """How long saves stood in the way of steps. The save of the newest step came after it: no step waited for it."""
-    checkpoint = status.checkpoint
-    newest = status.current.newest_step if status.current is not None else None
-    is_last_saved = newest is not None and newest in (checkpoint.latest_memory_step, checkpoint.latest_persisted_step)
-    saves = checkpoint.saves
-    return saves.stall_seconds_total - (saves.stall_seconds_last if is_last_saved else 0.0)
+    """Notes when it was over, and the goodput as it is then."""
+    return replace(status, completion_time=now, goodput_ratio=goodput_of(status, now))
 
 
 def _state_of(status: Status) -> State:

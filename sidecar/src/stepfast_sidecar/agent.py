@@ -29,7 +29,7 @@ from stepfast_sidecar.health import Health, serve_http
 from stepfast_sidecar.intake import Peer, listen
 from stepfast_sidecar.lending import Lending
 from stepfast_sidecar.memory import VOLUMES, MemoryTier
-from stepfast_sidecar.metrics import Metrics
+from stepfast_sidecar.metrics import FlushCause, Metrics
 from stepfast_sidecar.noticewatch import NoticeWatch
 from stepfast_sidecar.reception import Reception
 from stepfast_sidecar.room import Room
@@ -95,7 +95,7 @@ class Agent:
             try:
                 await self._ending.wait()
                 self.health.wait_for(_SERVING)
-                await self._flush_all("SIGTERM")
+                await self._flush_all(FlushCause.SIGTERM)
             finally:
                 is_idle = await self._close()
         return is_idle
@@ -156,7 +156,7 @@ class Agent:
         for job, name in adopted:
             run = self.rooms[job].runs.get(name) if job in self.rooms else None
             if run is not None and not any(session.alive for session in run.sessions.values()):
-                self.rooms[job].flush(run)
+                self.rooms[job].flush(run, FlushCause.AGENT_RESTARTED)
 
     async def _let_jobs_go(self) -> None:
         """A job that nobody has run here for a while, and of which all is persisted, leaves memory and processes."""
@@ -181,11 +181,11 @@ class Agent:
         self.memory.forget(job)
         return room
 
-    async def _flush_all(self, cause: str) -> None:
+    async def _flush_all(self, cause: FlushCause) -> None:
         begin = time.monotonic()
         for room in self.rooms.values():
             for run in room.runs.values():
-                room.flush(run)
+                room.flush(run)  # what all of them take is measured here
         await asyncio.sleep(0.02)  # ranks that died a moment ago are still to be noticed
         done_time: float | None = None
         while not all(room.is_idle for room in self.rooms.values()):
@@ -214,7 +214,7 @@ class Agent:
             log.warning("the node is not to be taken away any more")
         elif is_new:
             log.warning("the node is about to be taken away (%s, event %s)", notice.kind, notice.event)
-            self._tasks.start(self._flush_all("EvictionNotice"), "flush before the eviction")
+            self._tasks.start(self._flush_all(FlushCause.EVICTION_NOTICE), "flush before the eviction")
 
     # ------------------------------------------------------------ requests
 
@@ -236,7 +236,7 @@ class Agent:
     def flush(self, job: JobKey, run: str) -> None:
         """Persists all that is held of the run."""
         for found in self._launches(job, run):
-            self.rooms[job].flush(found)
+            self.rooms[job].flush(found, FlushCause.REQUESTED)
 
     def carry_out(self, requests: tuple[NodeRequest, ...]) -> None:
         """What the operator asks for, from now on: whoever joins later hears of it, too."""

@@ -5,15 +5,27 @@ job's anatomy, which are there while its ranks are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from stepfast.anatomymetrics import METRICS, PREFIX
-from stepfast.step import JobKey
+from stepfast.step import JobKey, Tier
 
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0)
+
+
+class FlushCause(StrEnum):
+    """Why all that is staged is persisted now."""
+
+    SIGTERM = "SIGTERM"  # the agent is to end
+    REQUESTED = "Requested"  # the operator waits for it: before a restart, or at the end of a job
+    EVICTION_NOTICE = "EvictionNotice"  # the cloud is about to take the node away
+    RANK_DIED = "RankDied"
+    RUN_OVER = "RunOver"  # its last rank on this node has said goodbye
+    AGENT_RESTARTED = "AgentRestarted"  # and no rank came back
 
 
 class Metrics:
@@ -51,6 +63,11 @@ class Metrics:
         self._flush = Histogram(
             f"{prefix}_flush_duration_seconds", "Flush.", ["cause"], buckets=_SECONDS, registry=self.registry
         )
+        # There from the start, so that the first of each is an increase.
+        for tier in Tier:
+            self._restore.labels(tier=tier)
+        for cause in FlushCause:
+            self._flush.labels(cause=cause)
         self._used = Gauge(f"{prefix}_memory_used_bytes", "Memory tier in use.", registry=self.registry)
         self._limit = Gauge(f"{prefix}_memory_limit_bytes", "Memory tier's limit.", registry=self.registry)
         self._lag = Gauge(f"{prefix}_persist_lag_seconds", "Age of the oldest pending step.", registry=self.registry)
@@ -91,7 +108,7 @@ class Metrics:
     def restored(self, tier: str, seconds: float) -> None:
         self._restore.labels(tier=tier).observe(seconds)
 
-    def flushed(self, cause: str, seconds: float) -> None:
+    def flushed(self, cause: FlushCause, seconds: float) -> None:
         self._flush.labels(cause=cause).observe(seconds)
 
 

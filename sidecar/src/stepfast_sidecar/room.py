@@ -20,12 +20,13 @@ from stepfast.step import JobKey
 from stepfast_sidecar.commits import Commits
 from stepfast_sidecar.config import Config
 from stepfast_sidecar.flow import RunFlow
+from stepfast_sidecar.flushes import Flushes
 from stepfast_sidecar.history import History
 from stepfast_sidecar.holdings import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow
 from stepfast_sidecar.jobslots import JobSlots
 from stepfast_sidecar.lent import JobLent
 from stepfast_sidecar.memory import MemoryTier, SlotFile
-from stepfast_sidecar.metrics import Metrics
+from stepfast_sidecar.metrics import FlushCause, Metrics
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
 from stepfast_sidecar.run import Run, Session
 from stepfast_sidecar.slots import misfit
@@ -59,6 +60,7 @@ class Room:
         self._config, self._memory, self._metrics = config, memory, metrics
         self._changed = changed  # called with True when the change must be published at once
         self._tasks = Tasks(str(job))
+        self._flushes = Flushes(metrics, self._tasks, config.flush_timeout_seconds)
         arguments = ["--folder", job_folder(job), "--storage-deadline", str(config.storage_deadline_seconds)]
         if config.spool_folder is not None:
             arguments += ["--spool-folder", str(config.spool_folder)]
@@ -164,9 +166,11 @@ class Room:
                 if self.slots.held_file(path) is None:
                     await self.persister.request("foresee", path=path)
 
-    def flush(self, run: Run) -> None:
-        """Everything that the run holds goes to the storage."""
+    def flush(self, run: Run, cause: FlushCause | None = None) -> None:
+        """Everything that the run holds goes to the storage; with a `cause` it is measured how long that takes."""
         self.carry_out(run, run.flow.flush())
+        if cause is not None:
+            self._flushes.begin(run.flow, cause)
 
     async def want(self, run: Run, session: Session, step: int) -> None:
         """Somebody waits for the step's commit: it is due, or he is told at once what became of it."""
@@ -200,9 +204,9 @@ class Room:
             self.lent.end(run.flow.run)
         if not session.clean:
             log.warning("rank %s of %s died (pid %s)", session.hello.rank, session.hello.run, session.hello.pid)
-            self.flush(run)
+            self.flush(run, FlushCause.RANK_DIED)
         elif run.is_over:
-            self.flush(run)
+            self.flush(run, FlushCause.RUN_OVER)
         self._changed(True)
 
     # ------------------------------------------------------------ effects

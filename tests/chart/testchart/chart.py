@@ -77,7 +77,16 @@ VALUES: dict[str, dict[str, Any]] = {
             "podLabels": {"c": "d"},
             "extraEnv": [{"name": "B", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}}],
         },
-        "metrics": {"monitors": {"enabled": True, "interval": "15s", "labels": {"release": "prometheus"}}},
+        "metrics": {
+            "monitors": {"enabled": True, "interval": "15s", "labels": {"release": "prometheus"}},
+            "alerts": {
+                "enabled": True,
+                "labels": {"release": "prometheus"},
+                "alertLabels": {"team": "training"},
+                "runbook": "https://docs.example/observing",
+            },
+            "dashboards": {"enabled": True, "annotations": {"grafana_folder": "Training"}, "namespace": "team-a"},
+        },
         "networkPolicy": {
             "metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
             "extraEgress": [{"ports": [{"port": 10000, "protocol": "TCP"}]}],

@@ -56,10 +56,17 @@ def _get(port: int, path: str) -> tuple[int, str]:
 
 @contextmanager
 def operator_process(
-    folder: Path, kubeconfig: Path, *, namespace: str, watch: Sequence[str] = (), mode: str = "", identity: str = "one"
+    folder: Path,
+    kubeconfig: Path,
+    *,
+    namespace: str,
+    watch: Sequence[str] = (),
+    mode: str = "",
+    identity: str = "one",
+    metrics_port: int | None = None,
 ) -> Iterator[OperatorProcess]:
-    """Runs until the context ends. `namespace` is where its Lease lies."""
-    metrics_port, health_port = _free_port(), _free_port()
+    """Runs until the context ends. `namespace` is where its Lease lies; without a port it gets one that is free."""
+    metrics_port, health_port = metrics_port or _free_port(), _free_port()
     module = ["testoperator.lives", mode] if mode else ["stepfast_operator"]
     options = [f"--metrics-port={metrics_port}", f"--health-port={health_port}"]
     options += [f"--watch-namespace={name}" for name in watch]

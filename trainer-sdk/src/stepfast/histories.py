@@ -46,19 +46,19 @@ class SaveRow:
         ]  # fmt: skip
 
 
+def read_rows(store: Store, folder: str) -> tuple[SaveRow, ...]:
+    """The job's saves, as they were noted; none where nothing was ever saved. Lines that are no row of ours are left
+    out. Raises StorageError.
+    """
+    return tuple(row for line in _read_lines(store, folder) if (row := _row_of(line)) is not None)
+
+
 def append_rows(store: Store, folder: str, rows: Sequence[SaveRow]) -> None:
     """Adds rows to the job's file; only the agent of rank 0 writes it. The oldest rows go beyond `MAX_ROWS`.
 
     Rows that are there already are not added again: a writer whose answer was lost says them twice.
     """
-    kept: list[list[str]] = []
-    try:
-        text = store.read(join(folder, HISTORIES)).decode("utf-8", "replace")
-        lines = list(csv.reader(io.StringIO(text)))
-    except ObjectNotFound:
-        lines = []
-    if lines and tuple(lines[0]) == COLUMNS:
-        kept = lines[1:]
+    kept = _read_lines(store, folder)
     known = {tuple(line) for line in kept}
     kept += [cells for row in rows if tuple(cells := row.cells()) not in known]
     out = io.StringIO()
@@ -66,3 +66,31 @@ def append_rows(store: Store, folder: str, rows: Sequence[SaveRow]) -> None:
     writer.writerow(COLUMNS)
     writer.writerows(kept[-MAX_ROWS:])
     store.replace(join(folder, HISTORIES), out.getvalue().encode())
+
+
+def _read_lines(store: Store, folder: str) -> list[list[str]]:
+    """The rows as they stand; none of a file with other columns."""
+    try:
+        text = store.read(join(folder, HISTORIES)).decode("utf-8", "replace")
+    except ObjectNotFound:
+        return []
+    lines = list(csv.reader(io.StringIO(text)))
+    return lines[1:] if lines and tuple(lines[0]) == COLUMNS else []
+
+
+def _row_of(line: list[str]) -> SaveRow | None:
+    """The inverse of `SaveRow.cells`."""
+    try:
+        step, run, outcome, saved, stall, duration, _, size, world_size = line
+        return SaveRow(
+            global_step=int(step),
+            run=run,
+            outcome=outcome,
+            saved_time=datetime.fromisoformat(saved).timestamp(),
+            stall_seconds=float(stall),
+            duration_seconds=float(duration) if duration else None,
+            size_bytes=int(size),
+            world_size=int(world_size),
+        )
+    except ValueError:
+        return None

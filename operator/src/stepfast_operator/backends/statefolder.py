@@ -20,6 +20,7 @@ from pathlib import Path
 from stepfast.errors import SpecError, StepfastError
 from stepfast.step import JobKey
 from stepfast_operator.document import JSON, decode, encode
+from stepfast_operator.limits import Limits
 from stepfast_operator.record import Status
 
 
@@ -53,11 +54,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
-    """`invocation.json`: how `stepfast run` was called, and in which folder."""
+    """`invocation.json`: how `stepfast run` was called, in which folder, and what bounds the job's life by that."""
 
     folder: str
     options: tuple[str, ...] = ()
     script: tuple[str, ...] = ()
+    limits: Limits | None = None
 
 
 class StateFolder:

@@ -1,1 +1,1 @@
-"""`stepfast status|suspend|resume`: one job, wherever it runs: in a cluster or on this machine."""
+"""`stepfast status|explain|report|suspend|resume`: one job, wherever it runs: in a cluster or on this machine."""

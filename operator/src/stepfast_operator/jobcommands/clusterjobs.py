@@ -23,6 +23,7 @@ from stepfast.kube import (
     Unauthorized,
 )
 from stepfast.step import JobKey
+from stepfast_operator import labels
 from stepfast_operator.document import JSON
 from stepfast_operator.jobcommands.errors import ClusterError, JobDeleted, JobNotFound, JobRefused
 from stepfast_operator.jobcommands.kubeaccess import Access, access_of
@@ -55,6 +56,23 @@ class ClusterJobs:
             raise await self._missing(job) from None
         except KubeError as error:
             raise self._told(error, job, "get") from error
+
+    async def pods(self, job: JobKey, uid: str) -> list[JSON]:
+        """Those of its gangs. Raises ClusterError."""
+        path = f"/api/v1/namespaces/{job.namespace}/pods"
+        try:
+            return list((await self._kube.get(path, labelSelector=f"{labels.JOB_UID}={uid}")).get("items") or ())
+        except KubeError as error:
+            raise self._told(error, job, "list", "pods") from error
+
+    async def events(self, job: JobKey, uid: str) -> list[JSON]:
+        """What the cluster still remembers of the job's Events (an hour of them, by default). Raises ClusterError."""
+        selector = f"involvedObject.kind=TrainingJob,involvedObject.uid={uid}"
+        path = f"/api/v1/namespaces/{job.namespace}/events"
+        try:
+            return list((await self._kube.get(path, fieldSelector=selector)).get("items") or ())
+        except KubeError as error:
+            raise self._told(error, job, "list", "events") from error
 
     async def follow(self, job: JobKey, tell: Callable[[str], None]) -> AsyncGenerator[JSON, None]:
         """The job now, and each time that it changes, until it is deleted. When the API server stops to answer, `tell`
@@ -164,14 +182,14 @@ class ClusterJobs:
         spaces = sorted(item["metadata"]["namespace"] for item in found.get("items") or ())[:_SUGGESTIONS]
         return f": did you mean {' or '.join(f'-n {space}' for space in spaces)}?" if spaces else ""
 
-    def _told(self, error: KubeError, job: JobKey, verb: str) -> ClusterError | JobRefused:
+    def _told(self, error: KubeError, job: JobKey, verb: str, kind: str = _KIND) -> ClusterError | JobRefused:
         where = f"{self.access.name} ({self.access.server})"
         match error:
             case Unauthorized():
                 return ClusterError(f"{where} does not take your credentials: log in again, as for kubectl")
             case Forbidden():
                 return ClusterError(
-                    f"you may not {verb} {_KIND} in namespace {job.namespace} of {where}: ask its administrator for "
+                    f"you may not {verb} {kind} in namespace {job.namespace} of {where}: ask its administrator for "
                     f"the role {'view' if verb in ('get', 'list', 'watch') else 'edit'} there"
                 )
             case NotFound():

@@ -1,42 +1,35 @@
-"""The commands `stepfast status`, `suspend` and `resume`: where the job is, what is shown or changed, the exit status.
-
-Exit status 2: the command line asks for what is not there or may not be. 1: the cluster or the storage fails.
-"""
+"""The commands `stepfast status`, `suspend` and `resume`: what is shown or changed."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from contextlib import aclosing
+from typing import Annotated
 
 import typer
 
 from stepfast import catalog
-from stepfast.errors import SpecError, StepfastError
-from stepfast.step import JobKey
+from stepfast.errors import StepfastError
 from stepfast.storage import open_store
 from stepfast_operator.document import JSON
-from stepfast_operator.jobcommands.errors import (
-    AskedWrong,
-    ClusterError,
-    ClusterUnknown,
-    JobDeleted,
-    JobNotFound,
-    JobRefused,
+from stepfast_operator.jobcommands.asking import (
+    Asked,
+    Context,
+    Job,
+    Namespace,
+    asked_of,
+    sighting_here,
+    sighting_there,
+    told,
 )
-from stepfast_operator.jobcommands.localjobs import LocalJob, LocalJobs
+from stepfast_operator.jobcommands.errors import JobRefused
+from stepfast_operator.jobcommands.explaining import explain
+from stepfast_operator.jobcommands.localjobs import LocalJob
+from stepfast_operator.jobcommands.reporting import report
 from stepfast_operator.jobcommands.sighting import (
     Sighting,
     checkpoints_uri,
-    of_cluster,
-    of_machine,
     read_status,
 )
 from stepfast_operator.jobcommands.steering import (
@@ -49,25 +42,10 @@ from stepfast_operator.jobcommands.steering import (
 from stepfast_operator.jobcommands.watching import Screen, screen_of
 from stepfast_operator.record import State
 
-if TYPE_CHECKING:
-    from stepfast_operator.jobcommands.clusterjobs import ClusterJobs
-
-INTERRUPTED = 130
-_PACKAGES = ("kubernetes", "aiohttp")  # of the extra `cluster`
-
-Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's name, or NAMESPACE/NAME.")]
-Namespace = Annotated[
-    str | None,
-    typer.Option("--namespace", "-n", help="The job's namespace in the cluster. Default: the context's own."),
-]
-Context = Annotated[
-    str | None, typer.Option(help="The kubeconfig's context whose cluster has the job. Default: the current one.")
-]
-
 
 def register(app: typer.Typer) -> None:
-    """Adds `status`, `suspend` and `resume` to the `stepfast` command."""
-    for command in (status, suspend, resume):
+    """Adds what is done about one job to the `stepfast` command."""
+    for command in (status, explain, report, suspend, resume):
         app.command(no_args_is_help=True)(command)
 
 
@@ -87,8 +65,8 @@ def status(
     With -n or --context a job of the cluster. Without: the job of this name on this machine (below .stepfast/jobs
     here), else the one in the cluster's current namespace.
     """
-    with _told("status"):
-        asked = _asked(job, namespace, context)
+    with told("status"):
+        asked = asked_of(job, namespace, context)
         with screen_of(as_json=as_json, watch=watch) as screen:
             last = asyncio.run(_follow(asked, screen, watch=watch))
     if watch and last.status.state is State.FAILED:
@@ -100,8 +78,8 @@ def suspend(job: Job, namespace: Namespace = None, context: Context = None) -> N
 
     For a job on this machine it says how: a signal to its own process does that.
     """
-    with _told("suspend"):
-        asked = _asked(job, namespace, context)
+    with told("suspend"):
+        asked = asked_of(job, namespace, context)
         local = asked.on_this_machine()
         typer.echo(_suspend_here(local) if local is not None else asyncio.run(_suspend_there(asked)))
 
@@ -127,72 +105,13 @@ def resume(
 
     For a job on this machine it prints the command that goes on with it.
     """
-    with _told("resume"):
-        asked = _asked(job, namespace, context)
+    with told("resume"):
+        asked = asked_of(job, namespace, context)
         local = asked.on_this_machine()
         if local is not None:
             typer.echo(_resume_here(local, step, check=check))
         else:
             typer.echo(asyncio.run(_resume_there(asked, step, check=check)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The job that the command line means."""
-
-    name: str
-    namespace: str | None
-    context: str | None
-    in_cluster: bool  # said so by -n or --context
-    machine: LocalJobs
-
-    def on_this_machine(self) -> LocalJob | None:
-        """None when it is to be looked for in a cluster. Raises SpecError, StatusUnreadable."""
-        if self.in_cluster:
-            return None
-        found = self.machine.find(self.name, self.namespace)
-        return self.machine.get(found) if found is not None else None
-
-    @property
-    def name_there(self) -> str:
-        """As commands of the user's name the job in the cluster."""
-        words = ["-n", self.namespace] if self.namespace is not None else []
-        words += ["--context", self.context] if self.context is not None else []
-        return " ".join([*words, self.name])
-
-    @asynccontextmanager
-    async def in_its_cluster(self) -> AsyncIterator[tuple[ClusterJobs, JobKey]]:
-        """The jobs of its cluster, and its full name there. Errors say that this machine has no such job, either."""
-        try:
-            async with cluster_jobs(self.context) as jobs:
-                yield jobs, jobs.key(self.name, self.namespace)
-        except (JobNotFound, ClusterError) as error:
-            if self.in_cluster or isinstance(error, JobDeleted):
-                raise
-            text = f"{self.machine.missing(self.name)}; {error}"
-            raise (JobNotFound(text) if isinstance(error, ClusterUnknown) else type(error)(text)) from error
-
-
-def cluster_jobs(context: str | None) -> AbstractAsyncContextManager[ClusterJobs]:
-    """Imports what speaks to clusters only now: it takes a second, and may not be installed. Raises ClusterError."""
-    if any(find_spec(package) is None for package in _PACKAGES):
-        raise ClusterUnknown('to reach a cluster install more: pip install "stepfast-operator[cluster]"')
-    from stepfast_operator.jobcommands.clusterjobs import connected
-
-    return connected(context)
-
-
-def _asked(job: str, namespace: str | None, context: str | None) -> Asked:
-    given = namespace
-    if "/" in job:
-        key = JobKey.parse(job)
-        if namespace not in (None, key.namespace):
-            raise SpecError("--namespace", f"{namespace} is not the namespace of {job}")
-        namespace, job = key.namespace, key.name
-    JobKey(namespace=namespace or "any", name=job)
-    machine = LocalJobs(Path.cwd() / ".stepfast" / "jobs")
-    in_cluster = given is not None or context is not None
-    return Asked(name=job, namespace=namespace, context=context, in_cluster=in_cluster, machine=machine)
 
 
 async def _follow(asked: Asked, screen: Screen, *, watch: bool) -> Sighting:
@@ -202,33 +121,24 @@ async def _follow(asked: Asked, screen: Screen, *, watch: bool) -> Sighting:
         changes = asked.machine.follow(local.job)
         async with aclosing(changes):
             async for found in changes:
-                seen = _sighting_here(found)
+                seen = sighting_here(found)
                 screen.show(seen)
                 if seen.is_over or not watch:
                     break
         return seen
     async with asked.in_its_cluster() as (jobs, key):
         if not watch:
-            seen = _sighting_there(await jobs.get(key), jobs)
+            seen = sighting_there(await jobs.get(key), jobs)
             screen.show(seen)
             return seen
         documents = jobs.follow(key, screen.say)
         async with aclosing(documents):
             async for document in documents:
-                seen = _sighting_there(document, jobs)
+                seen = sighting_there(document, jobs)
                 screen.show(seen)
                 if seen.is_over:
                     break
         return seen
-
-
-def _sighting_here(found: LocalJob) -> Sighting:
-    return of_machine(found.document, folder=str(found.folder), process=found.process)
-
-
-def _sighting_there(document: JSON, jobs: ClusterJobs) -> Sighting:
-    access = jobs.access
-    return of_cluster(document, context=access.context, server=access.server, now=time.time())
 
 
 def _suspend_here(found: LocalJob) -> str:
@@ -322,15 +232,3 @@ def _check_committed(uri: str | None, step: int) -> None:
     if step not in steps:
         known = ", ".join(map(str, steps)) or "none"
         raise JobRefused(f"step {step} is not committed in {uri}; these are: {known}. {without}")
-
-
-@contextmanager
-def _told(name: str) -> Iterator[None]:
-    """Errors become one line and an exit status."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-    except StepfastError as error:
-        sys.stderr.write(f"stepfast {name}: {error}\n")
-        raise typer.Exit(2 if isinstance(error, AskedWrong | SpecError) else 1) from error

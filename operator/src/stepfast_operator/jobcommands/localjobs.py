@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepfast.errors import SpecError
-from stepfast.step import JobKey
+from stepfast.step import JobKey, run_id
 from stepfast_operator.backends.statefolder import Invocation, StateFolder, StatusUnreadable, jobs_in
 from stepfast_operator.document import JSON
 from stepfast_operator.jobcommands.errors import JobDeleted
@@ -37,6 +37,12 @@ class LocalJob:
         rolled_back = ["--resume-from-step", str(step)] if step is not None else []
         words = ["stepfast", "run", *self.again.options, *rolled_back, *self.again.script]
         return f"cd {shlex.quote(self.again.folder)} && {shlex.join(words)}"
+
+    def launches(self, root: Path, attempts: int) -> dict[int, float]:
+        """When its attempts were launched, of those whose logs are still there."""
+        state, uid = StateFolder(root, self.job), str(self.document["metadata"]["uid"])
+        found = {number: state.read_launch(number, run_id(uid, number)) for number in range(1, attempts + 1)}
+        return {number: launch.launched_time for number, launch in found.items() if launch is not None}
 
 
 class LocalJobs:

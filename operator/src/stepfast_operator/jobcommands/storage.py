@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from stepfast.errors import SpecError
-from stepfast_operator.jobcommands.command import cluster_jobs
+from stepfast_operator.jobcommands.asking import cluster_jobs
 from stepfast_operator.jobcommands.errors import AskedWrong
 from stepfast_operator.jobcommands.sighting import checkpoints_uri
 

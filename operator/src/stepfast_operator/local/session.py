@@ -24,6 +24,7 @@ from stepfast_operator.backends.localagent import AgentSettings, Client, LocalAg
 from stepfast_operator.backends.memoryfolder import default_memory_limit, memory_folder
 from stepfast_operator.backends.process import ProcessBackend, ProcessSettings
 from stepfast_operator.backends.statefolder import Invocation, Saved, StateFolder
+from stepfast_operator.limits import limits_of
 from stepfast_operator.local.preflight import requested_memory
 from stepfast_operator.observed import AgentState, Intent
 from stepfast_operator.reconcile import Pass, reconcile
@@ -108,7 +109,7 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
         await _persist_left(job.job, saved.uid, agent_settings, view)
     uid, status = _begin(state, saved)
     if surroundings.invocation is not None:
-        state.write_invocation(surroundings.invocation)
+        state.write_invocation(replace(surroundings.invocation, limits=limits_of(job.spec)))
     agent = LocalAgent(job.job, uid, agent_settings, wake.set)
     anatomy = state.path / "anatomy.json" if surroundings.is_measured else None
     if anatomy is not None:

@@ -1,26 +1,21 @@
 """A report as one HTML file that needs nothing else: no network, no server, no script but its own.
 
 Headline and tables are written here; the charts are drawn by the page's scripts (`page/`) from the report, which the
-page carries as JSON. All text of the report is escaped, and the page's policy lets nothing run or load but itself.
+page carries as JSON.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import re
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
-from importlib.resources import files
 
+from stepfast.page.markup import definitions, notes, number_head, numbers, page, sentence, table
 from stepfast.sizes import size_text
 from stepfast.torch.anatomy import sentences
 from stepfast.torch.anatomy.moduletree import module_rows
 from stepfast.torch.anatomy.report import CurvePoint, MemoryReport, Report
 
-_SCRIPTS = ("base.js", "curve.js", "treemap.js", "roofline.js")
+_SCRIPTS = ("parts.js", "curve.js", "treemap.js", "roofline.js")
 _COLOURED = (
     *("weights", "optimizer", "gradients", "activations", "temporary", "buffers", "inputs", "communication"),
     *("context", "contraction", "normalisation", "element-wise", "unused", "free"),
@@ -30,53 +25,25 @@ _UNUSED, _FREE = "unused", "free"
 
 def html_report(report: Report) -> str:
     """The page. Raises ValueError when the report holds a number that is none."""
-    script = "".join(_file(name) for name in _SCRIPTS)
-    style = _file("page.css")
     memory = report.memory
     parts = {
-        "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
-        "form-action 'none'",
-        "style": style,
-        "script": script,
-        "report": _embedded(report),
         "title": escape(report.title or "Training step"),
-        "headline": escape(_sentence(sentences.headline(report))),
+        "headline": sentence(sentences.headline(report)),
         "verdict": {None: "unknown", True: "fits", False: "not"}[memory.fits],
-        "fit": escape(_sentence(sentences.fit(report))),
+        "fit": sentence(sentences.fit(report)),
         "fit_bar": _fit_bar(report),
         "fit_key": _fit_key(memory),
         "components": _components(memory),
-        "peak_moment": escape(
-            _sentence(f"most is allocated in {sentences.peak_moment(report)}" if memory.curve else "")
-        ),
+        "peak_moment": sentence(f"most is allocated in {sentences.peak_moment(report)}" if memory.curve else ""),
         "phases": _phases(memory),
         "modules": _modules(memory),
-        "pace": _list("figures", sentences.pace(report)),
-        "source_of_times": escape(_sentence(sentences.source_of_times(report))),
+        "pace": definitions("figures", sentences.pace(report)),
+        "source_of_times": sentence(sentences.source_of_times(report)),
         "operations": _operations(report),
-        "settings": _list("settings", report.settings.items()),
-        "notes": _notes(report.notes),
+        "settings": definitions("settings", report.settings.items()),
+        "notes": notes(report.notes),
     }
-    # In one pass: what a part holds is never taken for another part's place.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _file("page.html"))
-
-
-def _file(name: str) -> str:
-    return (files("stepfast.torch.anatomy") / "page" / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _embedded(report: Report) -> str:
-    """As JSON that no parser of HTML finds an end in."""
-    text = json.dumps(asdict(report), allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}." if text else ""
+    return page("stepfast.torch.anatomy", scripts=_SCRIPTS, data=asdict(report), parts=parts)
 
 
 def _fit_bar(report: Report) -> str:
@@ -132,7 +99,7 @@ def _components(memory: MemoryReport) -> str:
         )
         rows.append(
             f'<tr><th scope="row">{_swatch(name)}{escape(name)}</th><td class="bar-cell">{bar}</td>'
-            + _numbers(
+            + numbers(
                 size_text(size),
                 sentences.share_text(size / memory.peak_bytes) if memory.peak_bytes else "",
                 size_text(own_most),
@@ -142,14 +109,14 @@ def _components(memory: MemoryReport) -> str:
         )
     foot = (
         '<tr><th scope="row">all</th><td class="bar-cell"></td>'
-        f"{_numbers(size_text(memory.peak_bytes), '', '', size_text(memory.steady_bytes))}</tr>"
+        f"{numbers(size_text(memory.peak_bytes), '', '', size_text(memory.steady_bytes))}</tr>"
     )
     head = (
         '<tr><th scope="col">component</th><th class="bar-cell" aria-hidden="true"></th>'
-        + "".join(_head(name) for name in ("at the peak", "share", "its own most", "between steps"))
+        + "".join(number_head(name) for name in ("at the peak", "share", "its own most", "between steps"))
         + "</tr>"
     )
-    return _table("Memory by component", head, rows, foot)
+    return table("Memory by component", head, rows, foot)
 
 
 def _phases(memory: MemoryReport) -> str:
@@ -160,25 +127,25 @@ def _phases(memory: MemoryReport) -> str:
         if key not in most or sum(point.components) > sum(most[key].components):
             most[key] = point
     head = "<tr>" + '<th scope="col">step</th><th scope="col">phase</th>'
-    head += "".join(map(_head, ("allocated", "reserved", *memory.curve_components))) + "</tr>"
+    head += "".join(map(number_head, ("allocated", "reserved", *memory.curve_components))) + "</tr>"
     rows = [
         f'<tr><th scope="row">{step}</th><td>{escape(phase)}</td>'
-        + _numbers(*map(size_text, (sum(point.components), point.reserved_bytes, *point.components)))
+        + numbers(*map(size_text, (sum(point.components), point.reserved_bytes, *point.components)))
         + "</tr>"
         for (step, phase), point in most.items()
     ]
-    return _table("Most memory in each phase", head, rows)
+    return table("Most memory in each phase", head, rows)
 
 
 def _modules(memory: MemoryReport) -> str:
     names = [name for name, size in memory.peak_components.items() if size]
     head = '<tr><th scope="col">module</th><th scope="col">class</th>'
-    head += "".join(map(_head, ("bytes", "share", *names))) + "</tr>"
+    head += "".join(map(number_head, ("bytes", "share", *names))) + "</tr>"
     rows = [
         # The indent is a picture, because the policy allows no style in the markup.
         f'<tr><th scope="row"><span class="indent"><svg width="{18 * row.depth}"></svg></span>{escape(row.name)}</th>'
         f"<td>{escape(row.kind)}</td>"
-        + _numbers(
+        + numbers(
             size_text(row.total_bytes),
             sentences.share_text(row.total_bytes / max(memory.peak_bytes, 1)),
             *(size_text(row.components.get(name, 0)) for name in names),
@@ -186,17 +153,17 @@ def _modules(memory: MemoryReport) -> str:
         + "</tr>"
         for row in module_rows(memory.modules, most=40)
     ]
-    return _table("The largest modules at the peak", head, rows)
+    return table("The largest modules at the peak", head, rows)
 
 
 def _operations(report: Report) -> str:
     time = report.time
     head = '<tr><th scope="col">operations</th><th scope="col">pass</th><th scope="col">bound by</th>'
-    head += "".join(map(_head, ("time", "share", "calls", "FLOPs", "bytes moved", "FLOP/byte"))) + "</tr>"
+    head += "".join(map(number_head, ("time", "share", "calls", "FLOPs", "bytes moved", "FLOP/byte"))) + "</tr>"
     rows = [
         f'<tr><th scope="row">{_swatch(each.kind)}{escape(each.kind)}</th><td>{escape(each.phase)}</td>'
         f"<td>{escape(each.bound)}</td>"
-        + _numbers(
+        + numbers(
             sentences.seconds_text(each.seconds),
             sentences.share_text(each.seconds / time.step_seconds if time.step_seconds else 0),
             sentences.number_text(each.calls),
@@ -207,33 +174,7 @@ def _operations(report: Report) -> str:
         + "</tr>"
         for each in time.classes
     ]
-    return _table("Operation classes of one step", head, rows) if rows else ""
-
-
-def _table(label: str, head: str, rows: Sequence[str], foot: str = "") -> str:
-    """A table that is scrolled sideways where the window is narrow, by keyboard, too."""
-    foot = f"<tfoot>{foot}</tfoot>" if foot else ""
-    return (
-        f'<div class="scroll" role="region" aria-label="{escape(label)}" tabindex="0"><table><thead>{head}</thead>'
-        f"<tbody>{''.join(rows)}</tbody>{foot}</table></div>"
-    )
-
-
-def _head(name: str) -> str:
-    return f'<th scope="col" class="number">{escape(name)}</th>'
-
-
-def _numbers(*cells: str) -> str:
-    return "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
-
-
-def _list(kind: str, entries: Iterable[tuple[str, str]]) -> str:
-    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in entries)
-    return f'<dl class="{kind}">{items}</dl>'
-
-
-def _notes(notes: Sequence[str]) -> str:
-    return f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>' if notes else ""
+    return table("Operation classes of one step", head, rows) if rows else ""
 
 
 def _swatch(name: str) -> str:

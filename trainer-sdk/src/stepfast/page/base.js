@@ -1,14 +1,8 @@
 
 "use strict";
-// What the three charts share: the report, words for numbers, SVG elements, the tooltip.
+// What charts share: the page's data, words for numbers, SVG elements, the tooltip. `colourClass` is each page's own.
 
-const report = JSON.parse(document.getElementById("report").textContent);
-const memory = report.memory;
-const COMPONENTS = ["weights", "optimizer", "gradients", "activations", "temporary", "buffers", "inputs", "communication", "context"];
-const CLASSES = ["contraction", "normalisation", "element-wise"];
-
-const colourClass = (name) => `c-${COMPONENTS.includes(name) || CLASSES.includes(name) ? name : "other"}`;
-const colour = (name) => `var(--${colourClass(name).slice(2)})`;
+const data = JSON.parse(document.getElementById("data").textContent);
 const sum = (numbers) => numbers.reduce((total, each) => total + each, 0);
 
 function threeDigits(number) {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from selenium import webdriver
@@ -17,8 +18,6 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
-
-from stepfast.torch.anatomy import Report, html_report
 
 DEADLINE_SECONDS = 20
 
@@ -31,18 +30,18 @@ class Browser:
         self._folder = folder
         self._opened = 0
 
-    def open(self, report: Report, *, width: int = 1280, is_dark: bool = False) -> None:
-        """Opens the report's page from a file and waits until its charts are drawn."""
+    def show(self, page: str, charts: Sequence[str], *, width: int = 1280, is_dark: bool = False) -> None:
+        """Opens that page from a file and waits until its charts (ids) are drawn."""
         self._opened += 1
         file = self._folder / f"page{self._opened}.html"
-        file.write_text(html_report(report), encoding="utf-8")
+        file.write_text(page, encoding="utf-8")
         self.resize(width)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self._forget()
         self.address = file.as_uri()
         self.driver.get(self.address)
-        self.until("return ['curve', 'treemap', 'roofline'].every((id) => document.getElementById(id).children.length)")
+        self.until("return arguments[0].every((id) => document.getElementById(id).children.length)", list(charts))
 
     def resize(self, width: int, height: int = 900) -> None:
         """The window's inner size; a real one is never as narrow as a telephone."""
@@ -90,6 +89,17 @@ class Browser:
         text: str = self.until("const tip = document.getElementById('tooltip'); return !tip.hidden && tip.innerText")
         return text
 
+    def background(self) -> float:
+        """The page's luminance: 0 is black, 1 is white."""
+        return luminance(self.ask("return getComputedStyle(document.body).backgroundColor"))
+
+    def contrast(self, selector: str) -> float:
+        """How much that text stands out from the page: WCAG 2.2 asks for 4.5."""
+        kind = "fill" if "text" in selector else "color"  # a text of a chart
+        colour = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+        text, page = luminance(self.ask(colour, selector, kind)), self.background()
+        return (max(text, page) + 0.05) / (min(text, page) + 0.05)
+
     def press(self, *keys: str) -> None:
         ActionChains(self.driver).send_keys(*keys).perform()
 
@@ -108,12 +118,24 @@ class Browser:
         self.requests()
 
 
+def luminance(colour: str) -> float:
+    """WCAG 2.2, relative luminance, of `rgb(r, g, b)`."""
+    red, green, blue = (
+        each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4
+        for each in (int(number) / 255 for number in re.findall(r"\d+", colour)[:3])
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+AnyBrowser = TypeVar("AnyBrowser", bound=Browser)
+
+
 @contextmanager
-def running_browser(folder: Path) -> Iterator[Browser]:
+def running_browser(folder: Path, kind: type[AnyBrowser]) -> Iterator[AnyBrowser]:
     """Chromium by its driver; both end with the block. Skips where there is none, fails in CI."""
     chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or chromedriver is None:
-        reason = "NOT TESTED HERE: the anatomy's page in a real browser; no chromium and chromedriver. "
+        reason = "NOT TESTED HERE: pages in a real browser; no chromium and chromedriver. "
         if os.environ.get("CI"):
             pytest.fail(f"{reason}CI runs everything: install Debian's chromium and chromium-driver")
         pytest.skip(f"{reason}Debian's packages chromium and chromium-driver have them")
@@ -126,6 +148,6 @@ def running_browser(folder: Path) -> Iterator[Browser]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(chromedriver))
     try:
-        yield Browser(driver, folder)
+        yield kind(driver, folder)
     finally:
         driver.quit()

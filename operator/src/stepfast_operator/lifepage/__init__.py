@@ -1,0 +1,1 @@
+"""A job's life as one HTML file."""

@@ -1,0 +1,1 @@
+"""Pages for browsers that need nothing else: what they share. Knows of no page in particular."""
