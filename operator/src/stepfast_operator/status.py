@@ -20,6 +20,7 @@ from stepfast_operator.actions import (
     FlushRun,
     ForgetFlushAsked,
     LaunchGang,
+    LeaveQueue,
     MarkComplete,
     MarkFailed,
     MarkResumed,
@@ -42,7 +43,7 @@ from stepfast_operator.conditions import conditions_of, refused_conditions
 from stepfast_operator.failurepolicy import RuleAction
 from stepfast_operator.intake import take_in
 from stepfast_operator.observed import Failure, Observed
-from stepfast_operator.policies import exclusion
+from stepfast_operator.policies import exclusion, queueing
 from stepfast_operator.record import (
     MAX_RECOVERIES,
     Attempt,
@@ -73,7 +74,7 @@ def next_status(observed: Observed, decision: Decision) -> Status:
         match action:
             case LaunchGang() | StopGang() | StartAgent() | FlushRun() | RequestSave() | SupersedeAfter():
                 pass
-            case ReadSteps() | RequeueAfter() | DeleteJob():
+            case ReadSteps() | RequeueAfter() | LeaveQueue() | DeleteJob():
                 pass
             case _:
                 status = _fold(status, action, observed)
@@ -337,7 +338,8 @@ def _close_stretch(status: Status, now: float) -> Status:
     """A stretch of activity ends: its deadline begins anew when the job is resumed."""
     if status.start_time is None:
         return status
-    return replace(status, earlier_seconds=status.earlier_seconds + now - status.start_time, start_time=None)
+    earlier = status.earlier_seconds + now - status.start_time - queueing.queued_seconds(status, now)
+    return replace(status, earlier_seconds=earlier, start_time=None, queued_seconds=0.0)
 
 
 def _resume(status: Status, now: float) -> Status:
@@ -357,7 +359,8 @@ def _finish(status: Status, now: float) -> Status:
     active.
     """
     current = status.current
-    active = status.earlier_seconds + (now - status.start_time if status.start_time is not None else 0.0)
+    stretch = now - status.start_time - queueing.queued_seconds(status, now) if status.start_time is not None else 0.0
+    active = status.earlier_seconds + stretch
     kept = status.productive_seconds + (current.trained_seconds if current is not None else 0.0)
     kept = max(0.0, kept - _stalled_seconds(status))
     has_steps = status.trainer_status.global_step is not None
