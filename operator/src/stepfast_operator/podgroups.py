@@ -20,6 +20,7 @@ from stepfast_operator.spec import PodGroupPolicy
 
 _VOLCANO_GROUP = "scheduling.k8s.io/group-name"
 _COSCHEDULING_GROUP = "scheduling.x-k8s.io/pod-group"
+UNSEEN = "nobody has looked at it yet"
 _VOLCANO = "scheduling.volcano.sh/v1beta1"
 _COSCHEDULING = "scheduling.x-k8s.io/v1alpha1"
 
@@ -133,7 +134,7 @@ def workload_wait(workload: JSON) -> str:
         checks = (workload.get("status") or {}).get("admissionChecks") or ()
         told = [f"{one.get('name')}: {one.get('message') or one.get('state')}" for one in checks]
         return "; ".join(["the quota is reserved, the admission checks are not through", *told])
-    return str(reserved.get("message") or "Kueue has not looked at it yet")
+    return str(reserved.get("message") or UNSEEN)
 
 
 def volcano_wait(pod_group: JSON) -> str:
@@ -142,7 +143,7 @@ def volcano_wait(pod_group: JSON) -> str:
     if (status.get("phase") or "Pending") != "Pending":
         return ""
     told = [one.get("message") for one in status.get("conditions") or () if one.get("status") == "True"]
-    return str(next(filter(None, reversed(told)), "")) or "Volcano has not let it in yet"
+    return str(next(filter(None, reversed(told)), "")) or UNSEEN
 
 
 def is_group_left(members: Sequence[PodView]) -> bool:

@@ -121,7 +121,7 @@ class PodGroups:
         """Has the word of whoever lets the gang wait, not older than is good for the API server."""
         members = [pod.member for pod in waiting if pod.member is not None]
         group = members[0].group if members else podgroups.group_name(owner, attempt)
-        patience = _TOLD_SECONDS if self._word else _UNTOLD_SECONDS
+        patience = _UNTOLD_SECONDS if self._word in ("", podgroups.UNSEEN) else _TOLD_SECONDS
         if group == self._asked_group and now - self._asked_time < patience:
             return
         self._asked_group, self._asked_time = group, now
@@ -151,7 +151,7 @@ class PodGroups:
             return is_gated, "its pods have scheduling gates"
         workload = await self._workload(owner, group)
         if workload is None:
-            return is_gated, ""
+            return is_gated, podgroups.UNSEEN
         return is_gated, podgroups.workload_wait(workload)
 
     async def _workload(self, owner: Owner, group: str) -> JSON | None:
