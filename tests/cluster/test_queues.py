@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from testqueues.kueue import Kueue
 
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.record import Cause, State, Status
@@ -21,6 +20,7 @@ from testoperator.kubelet import READY, SILENT
 from testoperator.playing import play
 from testoperator.polling import until
 from testoperator.world import Operation, World
+from testqueues.kueue import Kueue
 
 QUEUED = {"podGroupPolicy": {"kueue": {"queueName": "q"}}}
 LOW = {"template": {"metadata": {"labels": {"kueue.x-k8s.io/priority-class": "low"}}}}

@@ -65,6 +65,12 @@ class Kueue:
         flavor = {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": "default"}, "spec": {}}
         wait_until("Kueue's webhooks answer", lambda: self._is_alive() and self.api.apply(flavor), seconds=120)
 
+    def stop(self) -> None:
+        """Nobody's pods are asked about any more."""
+        for kind in ("mutatingwebhookconfiguration", "validatingwebhookconfiguration"):
+            self.api.kubectl("delete", kind, f"kueue-{kind}", "--ignore-not-found")
+        self.api.claim.kill("kueue")
+
     def make_queue(self, namespace: str, name: str, *, cpu: str) -> None:
         """A queue that only this namespace uses, with so much processor time to give away; its workloads preempt those
         of lower priority. The classes of priority are `low` and `high`.
