@@ -312,7 +312,7 @@ def test_operator_killed(
 def kueue(team: Team) -> Iterator[Kueue]:
     """Kueue beside the cluster, with a queue that has room for one gang."""
     with loudly():
-        found = Kueue(team.cluster)
+        found = Kueue(team.cluster.control_plane)
     try:
         found.start()
         found.make_queue(team.namespace, "one-gang", cpu="200m")

@@ -22,6 +22,8 @@ from testcluster.unavailable import Unavailable
 
 SOURCES = Path(__file__).resolve().parent.parent
 KUEUE, KUEUE_MODULE = SOURCES / "kueue", "sigs.k8s.io/kueue"
+POD_GROUPS = SOURCES / "podgroups"
+VOLCANO_TYPES, COSCHEDULING_MODULE = "volcano.sh/apis/pkg/apis/scheduling/v1beta1", "sigs.k8s.io/scheduler-plugins"
 KUBE_NAMES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl")
 CLIENTS = ("kubectl", "helm")  # any version that is installed will do
 GO_VERSION = (1, 26)  # what helm's module asks for
@@ -65,6 +67,15 @@ class Binaries:
             Unavailable: as `find`.
         """
         return cls(folders=(_built_kueue(),))
+
+    @classmethod
+    def find_pod_group_crds(cls) -> Binaries:
+        """`volcano.yaml` and `coscheduling.yaml`: built only when somebody asks, minutes once.
+
+        Raises:
+            Unavailable: as `find`.
+        """
+        return cls(folders=(_built_pod_group_crds(),))
 
     @classmethod
     def find_for_api_server(cls) -> Binaries:
@@ -113,6 +124,12 @@ def _built_kueue() -> Path:
     return _cached(cache_folder() / f"kueue-{_digest((BUILD, BUILD_ENVIRONMENT), [KUEUE])}", _build_kueue)
 
 
+def _built_pod_group_crds() -> Path:
+    return _cached(
+        cache_folder() / f"podgroups-{_digest((BUILD_ENVIRONMENT, VOLCANO_TYPES), [POD_GROUPS])}", _build_pod_group_crds
+    )
+
+
 def _cached(folder: Path, build: Callable[[str, Path], None]) -> Path:
     """What `build` puts into the folder, once; whole or not there."""
     with locked(folder.with_suffix(".lock")):
@@ -150,11 +167,30 @@ def _build(go: str, folder: Path) -> None:
 
 def _build_kueue(go: str, folder: Path) -> None:
     _compile(go, KUEUE, folder / "kueue", f"{KUEUE_MODULE}/cmd/kueue")
-    found = subprocess.run(
-        [go, "list", "-mod=readonly", "-m", "-f", "{{.Dir}}", KUEUE_MODULE], cwd=KUEUE, check=True, capture_output=True,
+    shutil.copytree(_module(go, KUEUE, KUEUE_MODULE) / "config" / "components", folder / "kueue-config")
+
+
+def _build_pod_group_crds(go: str, folder: Path) -> None:
+    print("tests/cluster: making the CRDs of PodGroups (minutes the first time)", file=sys.stderr, flush=True)
+    _run_go(go, POD_GROUPS, "tool", "controller-gen", "crd", f"paths={VOLCANO_TYPES}", f"output:dir={folder}")
+    (folder / "scheduling.volcano.sh_podgroups.yaml").rename(folder / "volcano.yaml")
+    made = _module(go, POD_GROUPS, COSCHEDULING_MODULE) / "config" / "crd" / "bases"
+    shutil.copy(made / "scheduling.x-k8s.io_podgroups.yaml", folder / "coscheduling.yaml")
+
+
+def _module(go: str, module: Path, name: str) -> Path:
+    """Where that dependency's own files are."""
+    return Path(_run_go(go, module, "list", "-mod=readonly", "-m", "-f", "{{.Dir}}", name).strip())
+
+
+def _run_go(go: str, module: Path, *arguments: str) -> str:
+    result = subprocess.run(
+        [go, *arguments], cwd=module, check=False, env={**os.environ, **BUILD_ENVIRONMENT}, capture_output=True,
         text=True, timeout=BUILD_SECONDS,
     )  # fmt: skip
-    shutil.copytree(Path(found.stdout.strip()) / "config" / "components", folder / "kueue-config")
+    if result.returncode:
+        raise Unavailable(f"go {' '.join(arguments)} failed: {result.stderr[-3000:]}")
+    return result.stdout
 
 
 def _compile(go: str, module: Path, target: Path, package: str, linker: str = "") -> None:

@@ -69,7 +69,8 @@ class Kueue:
         """Nobody's pods are asked about any more."""
         for kind in ("mutatingwebhookconfiguration", "validatingwebhookconfiguration"):
             self.api.kubectl("delete", kind, f"kueue-{kind}", "--ignore-not-found")
-        self.api.claim.kill("kueue")
+        if self.api.claim.is_alive("kueue"):
+            self.api.claim.kill("kueue")
 
     def make_queue(self, namespace: str, name: str, *, cpu: str) -> None:
         """A queue that only this namespace uses, with so much processor time to give away; its workloads preempt those
