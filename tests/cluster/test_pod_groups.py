@@ -92,7 +92,9 @@ def test_without_those_who_schedule_it_no_pod_is_made_and_the_job_says_so(
     play(operator_api, scene)
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("volcano", VOLCANO), ("coscheduling", COSCHEDULING)])
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("volcano", VOLCANO), ("coscheduling", COSCHEDULING)], ids=["volcano", "coscheduling"]
+)
 def test_each_attempt_has_a_pod_group_of_its_own_and_a_job_at_rest_has_none(
     scheduling_api: ApiServer, kind: str, policy: dict[str, Any]
 ) -> None:
