@@ -60,7 +60,7 @@ check: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p stepfast -p stepfast_sidecar -p stepfast_operator -p testcluster -p testcrds -p testchart -p testoperator -p testjobs -p benchmarks -m backendcontract
+	$(BIN)/mypy -p stepfast -p stepfast_sidecar -p stepfast_operator -p testcluster -p testcrds -p testchart -p testoperator -p testjobs -p testqueues -p benchmarks -m backendcontract
 	$(BIN)/lint-imports
 
 # All that docs/performance.md says, measured again beside its peers and limits: hours. Root drops caches for cold reads.

@@ -66,6 +66,28 @@ def test_the_agent_writes_checkpoint_nodes_and_nothing_else(objects: list[dict[s
     assert written == {("checkpointnodes", "create"), ("checkpointnodes/status", "patch")}
 
 
+def test_rights_for_pod_groups_are_there_only_when_they_are_asked_for(
+    render: Callable[..., list[dict[str, Any]]],
+) -> None:
+    def rights(**values: bool) -> set[tuple[str, str, str]]:
+        return {
+            (group, resource, verb)
+            for role, rule in _rules(render({"podGroups": values}))
+            if role == chart.OPERATOR
+            for group in rule["apiGroups"]
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+        }
+
+    least = rights()
+    pod_groups = {"get", "create", "delete"}
+    assert rights(kueue=True) - least == {("kueue.x-k8s.io", "workloads", "get"), ("", "pods/status", "patch")}
+    assert rights(volcano=True) - least == {("scheduling.volcano.sh", "podgroups", verb) for verb in pod_groups}
+    assert rights(coscheduling=True) - least == {
+        ("scheduling.x-k8s.io", "podgroups", verb) for verb in pod_groups - {"get"}
+    }
+
+
 def test_a_namespaced_operator_touches_jobs_in_its_namespaces_alone(
     render: Callable[..., list[dict[str, Any]]],
 ) -> None:

@@ -41,6 +41,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "pull secret as text": ({"image": {"pullSecrets": ["registry"]}}, "/image/pullSecrets/0.*want object"),
     "client id": ({"azure": {"workloadIdentity": {"clientId": "stepfast"}}}, "/azure/workloadIdentity/clientId"),
     "namespace": ({"watchNamespaces": ["Team_A"]}, "/watchNamespaces/0.*Team_A"),
+    "pod groups of nobody's": ({"podGroups": {"slurm": True}}, "podGroups.*slurm"),
     "namespace twice": ({"watchNamespaces": ["a", "a"]}, "/watchNamespaces.*equal"),
     "port": ({"networkPolicy": {"storagePorts": [0]}}, "/networkPolicy/storagePorts/0.*minimum"),
     "share of nodes": ({"sidecar": {"maxUnavailable": "0%"}}, "/sidecar/maxUnavailable"),

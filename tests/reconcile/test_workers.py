@@ -498,3 +498,29 @@ def test_pods_come_back_to_where_the_attempt_before_ran(
 def test_pod_that_runs_nowhere_is_on_no_lost_node(lookup: Callable[[str], NodeView | None]) -> None:
     worker = workers_of([view(UNSCHEDULABLE)], 1, lookup, now=NOW, is_stopping=False)[0]
     assert (worker.failure, worker.node) == (None, "gpt-2-0")
+
+
+GOING = {"deletionTimestamp": "2026-01-01T00:00:20Z", "deletionGracePeriodSeconds": 30}
+
+
+def test_pod_that_kueue_took_away_was_evicted_in_its_words() -> None:
+    why = condition("TerminationTarget", "True", "WorkloadEvictedByPreemption", "Preempted to accommodate a workload")
+    for document in (
+        pod_json(metadata=GOING, phase="Running", conditions=[why]),
+        pod_json(metadata=GOING, phase="Failed", conditions=[why], containerStatuses=[ended(143)]),
+    ):
+        failure = failure_of(document)
+        assert (failure.cause, failure.message) == (Cause.POD_EVICTED, "Preempted to accommodate a workload")
+
+
+@pytest.mark.parametrize(("node", "lives"), [(None, False), ("node-a", True)], ids=["without a node", "on a node"])
+def test_pod_that_is_deleted_and_kept_by_a_finalizer_lives_where_a_kubelet_has_it(
+    node: str | None, lives: bool
+) -> None:
+    document = pod_json(metadata={**GOING, "finalizers": ["kueue.x-k8s.io/managed"]}, node=node, phase="Pending")
+    assert view(document).is_alive is lives
+    worker = worker_of(document)
+    assert worker.phase is (PENDING if lives else FAILED)
+    assert worker.failure is not None
+    assert worker.failure.cause is Cause.POD_DELETED
+    assert worker_of(document, is_stopping=True).failure is None

@@ -67,6 +67,15 @@ class SupersedeAfter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveQueue:
+    """Tell whoever admits the gang that nothing of it will run again, so that others get its quota. `attempt`:
+    the last one.
+    """
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteJob:
     """Delete the job's object: it has been over for `ttlSecondsAfterFinished`."""
 
@@ -196,7 +205,9 @@ class RequeueAfter:
     seconds: float
 
 
-Effect: TypeAlias = LaunchGang | StopGang | StartAgent | FlushRun | RequestSave | SupersedeAfter | DeleteJob
+Effect: TypeAlias = (
+    LaunchGang | StopGang | StartAgent | FlushRun | RequestSave | SupersedeAfter | LeaveQueue | DeleteJob
+)
 Record: TypeAlias = (
     PlanAttempt
     | EndAttempt

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from stepfast_operator import sentences
 from stepfast_operator.observed import Observed
-from stepfast_operator.policies import deadline, freshness, memory
+from stepfast_operator.policies import deadline, freshness, memory, queueing
 from stepfast_operator.record import Condition, ConditionType, State, Status
 
 _READY_STATES = frozenset({State.RUNNING, State.SUSPENDING})
@@ -64,6 +64,10 @@ def _pods_ready(status: Status, observed: Observed) -> Condition:
     kind = ConditionType.PODS_READY
     if status.state in _READY_STATES and status.is_gang_up:
         return _make(kind, True, "PodsReady", sentences.PODS_WITHOUT_RANKS if status.is_up_without_ranks else "")
+    if status.open_attempt is not None and observed.queue.refusal:
+        return _make(kind, False, queueing.REFUSED, observed.queue.refusal)
+    if status.open_attempt is not None and observed.queue.is_waiting:
+        return _make(kind, False, queueing.QUEUED, observed.queue.message)
     pending = deadline.describe_pending(observed) if status.open_attempt is not None else None
     return _make(kind, False, "PodsNotReady" if pending is None else "PodsPending", pending or "")
 

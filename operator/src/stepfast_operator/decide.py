@@ -24,6 +24,7 @@ from stepfast_operator.actions import (
     DeleteJob,
     EndAttempt,
     LaunchGang,
+    LeaveQueue,
     MarkComplete,
     MarkFailed,
     MarkResumed,
@@ -48,6 +49,7 @@ from stepfast_operator.policies import (
     leaving,
     memory,
     progress,
+    queueing,
     restart,
     resume,
     suspend,
@@ -61,6 +63,7 @@ AGENT_START_SECONDS = 15.0
 _SOON_SECONDS = 0.1
 _STORAGE_RETRY_SECONDS = 2.0
 _IDLE_SECONDS = 5.0
+_LEAVE_SECONDS = 1.0
 _REFUSED_SECONDS = 30.0  # what else may mend it wakes the job
 
 
@@ -85,6 +88,11 @@ def _decide(observed: Observed) -> Decision:
     if stray:
         stop = StopGang(runs=tuple(sorted(stray)), mode=StopMode.KILL)
         return _decision("processes of an earlier run still live", stop, RequeueAfter(seconds=_SOON_SECONDS))
+    is_at_rest = status.is_terminal or status.state is State.SUSPENDED
+    if is_at_rest and observed.queue.is_held:
+        return _decision(
+            "others may have its place", LeaveQueue(attempt=status.attempt), RequeueAfter(seconds=_LEAVE_SECONDS)
+        )
     if status.is_terminal:
         return _over(observed)
     if attempt is None:
@@ -271,7 +279,8 @@ def _launch(observed: Observed, attempt: Attempt) -> Decision:
     since = flush.waiting_since(observed, attempt.planned_time)
     if observed.now - since > observed.spec.startup_deadline_seconds:
         # Nobody lets its pods be made: a quota, an admission rule, an API server that is away.
-        return _too_late(observed, attempt, "the gang was not launched")
+        refusal = queueing.refusal_of(observed.status)
+        return _too_late(observed, attempt, f"the gang was not launched{f' ({refusal})' if refusal else ''}")
     wait = attempt.planned_time + AGENT_START_SECONDS - observed.now
     if wait > 0 and observed.agent is AgentState.GONE:
         return _decision("the agent comes first", StartAgent(), RequeueAfter(seconds=_SOON_SECONDS))

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from stepfast_operator import sentences
 from stepfast_operator.actions import BeginLeave, LaunchGang, MarkResumed, NoteHang
+from stepfast_operator.policies import queueing
 from stepfast_operator.reconcile import Pass
 from stepfast_operator.record import Attempt, Cause, Condition, ConditionType, FailedReason, State, Status, Verdict
 
@@ -22,6 +23,9 @@ class EventReason(StrEnum):
     """What may be said of a job."""
 
     PODS_CREATED = "PodsCreated"
+    QUEUED = "Queued"
+    QUEUE_REFUSED = "QueueRefused"
+    ADMITTED = "Admitted"
     PODS_READY = "PodsReady"
     RESTARTING = "Restarting"
     RECOVERED = "Recovered"
@@ -81,6 +85,7 @@ def _warning(reason: EventReason, message: str) -> JobEvent:
 
 def _begun(seen: Pass) -> Iterator[JobEvent]:
     after = seen.after
+    yield from _queued(seen)
     fits = after.condition(ConditionType.FITS_MEMORY)
     unfit = sentences.describe_fit(seen.before, after)
     if unfit is not None and fits is not None and fits.status == "False":
@@ -105,6 +110,22 @@ def _kept_off(seen: Pass) -> Iterator[JobEvent]:
     for spared in after.spared_nodes:
         if spared not in before.spared_nodes:
             yield _warning(EventReason.NODE_SPARED, sentences.describe_spared(spared))
+
+
+def _queued(seen: Pass) -> Iterator[JobEvent]:
+    """That the gang waits to be admitted, or cannot even do that; said once for each attempt."""
+    after, ready = seen.after.current, seen.after.condition(ConditionType.PODS_READY)
+    refusal = queueing.refusal_of(seen.after)
+    if refusal and not queueing.refusal_of(seen.before):
+        yield _warning(EventReason.QUEUE_REFUSED, refusal)
+    before = seen.before.current
+    if before is None or after is None or before.attempt != after.attempt:
+        return
+    if after.queued_time is not None and before.queued_time is None and ready is not None:
+        yield _normal(EventReason.QUEUED, f"attempt {after.attempt} {ready.message}")
+    if after.dequeued_time is not None and before.dequeued_time is None and after.suspending_time is None:
+        waited = sentences.span_text(after.dequeued_time - (after.queued_time or after.dequeued_time))
+        yield _normal(EventReason.ADMITTED, f"attempt {after.attempt} was admitted after {waited}")
 
 
 def _failed(seen: Pass) -> Iterator[JobEvent]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stepfast_operator.policies import queueing
 from stepfast_operator.record import Status
 
 
@@ -9,12 +10,14 @@ def goodput_of(status: Status, now: float) -> float | None:
     """So far, or as it was at the job's end; None while no step was made.
 
     Training that is kept is that of all attempts without the steps that had to be made again and without the stalls of
-    saves. A job is active from its first attempt to its end, but for the time in which it is suspended.
+    saves. A job is active from its first attempt to its end, but for the time in which it is suspended
+    or waits in a queue.
     """
     if status.is_terminal:
         return status.goodput_ratio
     current = status.current
-    active = status.earlier_seconds + (now - status.start_time if status.start_time is not None else 0.0)
+    stretch = now - status.start_time - queueing.queued_seconds(status, now) if status.start_time is not None else 0.0
+    active = status.earlier_seconds + stretch
     kept = status.productive_seconds + (current.trained_seconds if current is not None else 0.0)
     kept = max(0.0, kept - _stalled_seconds(status))
     has_steps = status.trainer_status.global_step is not None

@@ -10,7 +10,7 @@ from math import ceil
 
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast_operator.observed import Gang, Intent, Observed, WorkerPhase
-from stepfast_operator.policies import deadline, inplace, readiness, restart
+from stepfast_operator.policies import deadline, inplace, queueing, readiness, restart
 from stepfast_operator.record import (
     Attempt,
     CheckpointStatus,
@@ -39,6 +39,7 @@ def take_in(observed: Observed) -> Status:
     reports = observed.reports_of(current.run)
     ranks = [rank for report in reports for rank in report.ranks]
     if current.ended_time is None:
+        status, current = queueing.take_in(observed, status, current)
         status, current = inplace.take_in(observed, status, current)
         planned, current = current, _attempt(observed, current, ranks)
         status = _count_really_restored(status, current, planned)

@@ -190,6 +190,18 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueueView:
+    """Who admits or schedules the gang as a whole. `message`: in whose words it waits, while it does; `refusal`: why
+    nothing can be asked of him. `is_held`: he counts something of the job that will not run again, should the job rest.
+    """
+
+    is_waiting: bool = False
+    message: str = ""
+    refusal: str = ""
+    is_held: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """One look at the world. `now` is seconds since the epoch.
 
@@ -230,6 +242,7 @@ class Observed:
     anatomy: str | None = None
     room: Room = Room()
     nodes: Sequence[Candidate] | None = None
+    queue: QueueView = QueueView()
 
     @property
     def is_on_one_machine(self) -> bool:

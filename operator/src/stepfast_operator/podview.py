@@ -11,6 +11,7 @@ from stepfast.nodestatus import EvictionNotice, JobStatus, from_document
 from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.document import JSON
+from stepfast_operator.groupmember import GroupMember, member_of
 from stepfast_operator.observed import NodeCondition
 from stepfast_operator.quantities import parse_quantity
 
@@ -51,15 +52,24 @@ class PodView:
     termination: Termination | None
     running_since: float | None = None  # when the trainer's container began to run, if it does
     other_failure: str = ""  # how a container beside the trainer's failed, or one before it
+    is_gated: bool = False  # somebody keeps it from the scheduler
+    member: GroupMember | None = None  # of a group of Kueue's
 
     @property
     def key(self) -> tuple[str, str]:
         return (self.namespace, self.name)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether its phase says so."""
+        return self.phase in _TERMINAL
+
+    @property
     def is_alive(self) -> bool:
-        """Whether its container may still run, or may be started."""
-        return self.phase not in _TERMINAL
+        """Whether its container may still run, or may be started. A pod that is deleted never gets a node: its record
+        is there only because somebody's finalizer keeps it.
+        """
+        return not self.has_ended and (self.deleted_time is None or self.node is not None)
 
     def condition(self, kind: str) -> tuple[str, str, str, str] | None:
         return next((condition for condition in self.conditions if condition[0] == kind), None)
@@ -149,6 +159,8 @@ def pod_of(pod: JSON) -> PodView | None:
         attempt=attempt,
         index=index,
         node=(pod.get("spec") or {}).get("nodeName"),
+        is_gated=bool((pod.get("spec") or {}).get("schedulingGates")),
+        member=member_of(metadata),
         phase=status.get("phase") or "Pending",
         reason=status.get("reason") or "",
         message=status.get("message") or "",

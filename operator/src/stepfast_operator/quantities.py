@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from stepfast.errors import SpecError
 from stepfast.slotplan import LEAST_SHARE_BYTES
@@ -27,6 +28,21 @@ def parse_amount(value: JSON, path: str) -> str:
     if isinstance(value, bool) or _QUANTITY.fullmatch(text) is None:
         raise SpecError(path, f"{value!r} is no quantity: write a number, or as in 500m or 64Gi")
     return text
+
+
+def parse_decimal(amount: JSON) -> Decimal:
+    """A quantity that was checked before, in whole units: `500m` is a half."""
+    match = _QUANTITY.fullmatch(str(amount).strip())
+    assert match is not None, f"{amount!r} was checked before"
+    number, unit = match.groups()
+    return Decimal(number) / 1000 if unit == "m" else Decimal(number) * _FACTORS[unit]
+
+
+def amount_text(amount: Decimal) -> str:
+    """As the API writes a quantity: whole, or in thousandths, rounded up."""
+    if amount == amount.to_integral_value():
+        return str(int(amount))
+    return f"{-int(-amount * 1000 // 1)}m"
 
 
 def check_memory(size_bytes: int, ranks: int, path: str) -> None:

@@ -17,6 +17,7 @@ from stepfast_operator.actions import (
     Effect,
     FlushRun,
     LaunchGang,
+    LeaveQueue,
     ReadSteps,
     RequestSave,
     RequeueAfter,
@@ -24,12 +25,14 @@ from stepfast_operator.actions import (
     StopGang,
     SupersedeAfter,
 )
-from stepfast_operator.backends.base import Backend
+from stepfast_operator.backends.base import Backend, QueueRefused
 from stepfast_operator.decide import decide
 from stepfast_operator.observed import Observed
 from stepfast_operator.policies import resume
 from stepfast_operator.record import Status
 from stepfast_operator.status import next_status
+
+_REFUSED_SECONDS = 10.0  # whoever mends it wakes nobody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,9 @@ async def reconcile(backend: Backend, status: Status) -> Pass:
         # It died since it was observed. Nothing of this pass is recorded, so the next one, which starts it,
         # asks again.
         decision = Decision(actions=(RequeueAfter(seconds=0.1),), why="the agent went away")
+    except QueueRefused as error:
+        observed = replace(observed, queue=replace(observed.queue, refusal=str(error)))
+        decision = Decision(actions=(RequeueAfter(seconds=_REFUSED_SECONDS),), why="the gang cannot be queued")
     except StorageError as error:
         # Rolling back failed: nothing is planned on top of it, and the next pass tries again.
         observed = _without_storage(observed, error)
@@ -106,6 +112,8 @@ async def _apply_one(backend: Backend, effect: Effect) -> None:
             await backend.request_save(effect.run)
         case SupersedeAfter():
             await backend.supersede_after(effect.step)
+        case LeaveQueue():
+            await backend.leave_queue(effect.attempt)
         case DeleteJob():
             await backend.delete_job()
         case _:

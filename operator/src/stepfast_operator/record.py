@@ -240,6 +240,8 @@ class Attempt:
     step_seconds_before: float = 0.0  # how long a step took in the attempt before it
     in_place_restarts: int = 0  # the times below are those since the last of them
     restarted_time: float | None = None  # when the last of them was seen
+    queued_time: float | None = None  # when its pods were seen to wait in a queue
+    dequeued_time: float | None = None  # when they were seen to wait no more
     pods_ready_time: float | None = None
     restored_time: float | None = None  # when the last rank had restored
     restored_step: int | None = None  # that the ranks really restored; 0: none; None: not known yet
@@ -322,6 +324,7 @@ class Status:
     terminal_state: str | None = None  # Complete | Failed
     start_time: float | None = None  # of this stretch: begins again when a suspended job resumes
     earlier_seconds: float = 0.0  # length of the stretches before this one
+    queued_seconds: float = 0.0  # of this stretch, that gangs which were admitted then had waited in a queue
     completion_time: float | None = None
     nodes: Nodes = Nodes()
     trainer_status: TrainerStatus = TrainerStatus()

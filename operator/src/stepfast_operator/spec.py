@@ -28,7 +28,15 @@ MANAGED_BY = "stepfast.dev/operator"
 
 # Of the API, without a meaning on one machine.
 _CLUSTER_ONLY = frozenset(
-    {"managedBy", "ttlSecondsAfterFinished", "template", "spot", "suspend", "nodeExclusionPolicy"}
+    {
+        "managedBy",
+        "ttlSecondsAfterFinished",
+        "template",
+        "spot",
+        "suspend",
+        "nodeExclusionPolicy",
+        "podGroupPolicy",
+    }
 )
 _CLUSTER_ONLY_INNER = {
     "trainer": frozenset({"image", "resourcesPerNode"}),
@@ -37,7 +45,7 @@ _CLUSTER_ONLY_INNER = {
 }
 _CLUSTER_ONLY_IN_RULES = frozenset({"onPodConditions", "onNodeConditions", "onReasons", "excludeNode"})
 # Designed, and not built yet: whoever writes one of them is told so, and not that it is misspelt.
-_PLANNED = frozenset({"elasticPolicy", "podGroupPolicy"})
+_PLANNED = frozenset({"elasticPolicy"})
 
 
 class HangAction(StrEnum):
@@ -164,6 +172,36 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KueueGroup:
+    queue_name: str  # a LocalQueue in the job's namespace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VolcanoGroup:
+    queue: str = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoschedulingGroup:
+    """`schedule_timeout_seconds`: how long pods hold their places until all have one; None: the scheduler's own."""
+
+    schedule_timeout_seconds: int | None = field(default=None, metadata={"least": 1})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodGroupPolicy:
+    """Who admits or schedules the gang as a whole: exactly one of them."""
+
+    kueue: KueueGroup | None = None
+    volcano: VolcanoGroup | None = None
+    coscheduling: CoschedulingGroup | None = None
+
+    def __post_init__(self) -> None:
+        if [self.kueue, self.volcano, self.coscheduling].count(None) != 2:
+            raise SpecError("spec.podGroupPolicy", "needs exactly one of kueue, volcano and coscheduling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
     """`TrainingJob.spec`."""
 
@@ -172,6 +210,7 @@ class TrainingSpec:
     managed_by: str = MANAGED_BY
     ttl_seconds_after_finished: float | None = field(default=None, metadata={"least": 0})
     template: PodTemplate = field(default_factory=PodTemplate)
+    pod_group_policy: PodGroupPolicy | None = None
     spot: Spot = Spot()
     active_deadline_seconds: float | None = field(default=None, metadata={"least": 0})
     startup_deadline_seconds: float = field(default=900.0, metadata={"least": 0})

@@ -21,6 +21,7 @@ from stepfast_operator.actions import (
     FlushRun,
     ForgetFlushAsked,
     LaunchGang,
+    LeaveQueue,
     MarkComplete,
     MarkFailed,
     MarkResumed,
@@ -44,7 +45,7 @@ from stepfast_operator.failurepolicy import RuleAction
 from stepfast_operator.goodput import goodput_of
 from stepfast_operator.intake import take_in
 from stepfast_operator.observed import Failure, Observed
-from stepfast_operator.policies import exclusion
+from stepfast_operator.policies import exclusion, queueing
 from stepfast_operator.record import (
     MAX_RECOVERIES,
     Attempt,
@@ -75,7 +76,7 @@ def next_status(observed: Observed, decision: Decision) -> Status:
         match action:
             case LaunchGang() | StopGang() | StartAgent() | FlushRun() | RequestSave() | SupersedeAfter():
                 pass
-            case ReadSteps() | RequeueAfter() | DeleteJob():
+            case ReadSteps() | RequeueAfter() | LeaveQueue() | DeleteJob():
                 pass
             case _:
                 status = _fold(status, action, observed)
@@ -342,7 +343,8 @@ def _close_stretch(status: Status, now: float) -> Status:
     """A stretch of activity ends: its deadline begins anew when the job is resumed."""
     if status.start_time is None:
         return status
-    return replace(status, earlier_seconds=status.earlier_seconds + now - status.start_time, start_time=None)
+    earlier = status.earlier_seconds + now - status.start_time - queueing.queued_seconds(status, now)
+    return replace(status, earlier_seconds=earlier, start_time=None, queued_seconds=0.0)
 
 
 def _resume(status: Status, now: float) -> Status:

@@ -13,7 +13,7 @@ from stepfast_operator.observed import Failure, Worker, WorkerPhase
 from stepfast_operator.podview import NodeView, PodView, Termination
 from stepfast_operator.record import Cause
 
-_DISRUPTION = "DisruptionTarget"
+_DISRUPTIONS = ("DisruptionTarget", "TerminationTarget")  # Kubernetes' word for it, and Kueue's
 _OOM = "OOMKilled"
 _PHASES = {
     "Pending": WorkerPhase.PENDING,
@@ -63,8 +63,10 @@ def _missing(index: int, now: float, is_stopping: bool) -> Worker:
 def _worker(pod: PodView, node: NodeView | None, now: float, is_stopping: bool) -> Worker:
     phase = _PHASES.get(pod.phase, WorkerPhase.RUNNING)
     failure = _ended(pod, now) if phase is not WorkerPhase.SUCCEEDED else None
-    if failure is None and pod.is_alive and not is_stopping:
+    if failure is None and not pod.has_ended and not is_stopping:
         failure = _lost(pod, node, now) or _deleted(pod, now)
+    if not (pod.has_ended or pod.is_alive):
+        phase = WorkerPhase.FAILED
     return Worker(
         index=pod.index,
         node=pod.node or pod.name,
@@ -82,7 +84,7 @@ def _ended(pod: PodView, now: float) -> Failure | None:
     is_failed = ended is not None and ended.exit_code != 0
     if not is_failed and pod.phase != "Failed":
         return None
-    if pod.has_condition(_DISRUPTION) or pod.reason in _TAKEN_AWAY:
+    if _taken_away(pod) is not None or pod.reason in _TAKEN_AWAY:
         # Its peers fail before its grace is over.
         times = (pod.deleted_time, ended.finished_time if ended is not None else None)
         return _disrupted(pod, min((time for time in times if time is not None), default=now))
@@ -136,7 +138,7 @@ def _lost(pod: PodView, node: NodeView | None, now: float) -> Failure | None:
 
 
 def _deleted(pod: PodView, now: float) -> Failure | None:
-    if pod.has_condition(_DISRUPTION):
+    if _taken_away(pod) is not None:
         return _disrupted(pod, pod.deleted_time or now)
     if pod.deleted_time is None:
         return None
@@ -144,10 +146,16 @@ def _deleted(pod: PodView, now: float) -> Failure | None:
 
 
 def _disrupted(pod: PodView, when: float) -> Failure:
-    condition = pod.condition(_DISRUPTION)
+    condition = _taken_away(pod)
     reason = condition[2] if condition is not None else pod.reason
     message = condition[3] if condition is not None else pod.message or "the kubelet ended the pod"
     return _failure(pod, Cause.POD_EVICTED, when, reason=reason, message=message)
+
+
+def _taken_away(pod: PodView) -> tuple[str, str, str, str] | None:
+    """The condition that says by whom and why."""
+    found = (pod.condition(kind) for kind in _DISRUPTIONS)
+    return next((condition for condition in found if condition is not None and condition[1] == "True"), None)
 
 
 def _failure(

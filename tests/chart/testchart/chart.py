@@ -41,6 +41,7 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "everything": {
         "fullnameOverride": "resilient",
+        "podGroups": {"kueue": True, "volcano": True, "coscheduling": True},
         "watchNamespaces": ["team-a"],
         "image": {
             "registry": "registry.example/training/",

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,9 @@ from pathlib import Path
 from testcluster.unavailable import Unavailable
 
 SOURCES = Path(__file__).resolve().parent.parent
+KUEUE, KUEUE_MODULE = SOURCES / "kueue", "sigs.k8s.io/kueue"
+POD_GROUPS = SOURCES / "podgroups"
+VOLCANO_TYPES, COSCHEDULING_MODULE = "volcano.sh/apis/pkg/apis/scheduling/v1beta1", "sigs.k8s.io/scheduler-plugins"
 KUBE_NAMES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl")
 CLIENTS = ("kubectl", "helm")  # any version that is installed will do
 GO_VERSION = (1, 26)  # what helm's module asks for
@@ -55,6 +58,24 @@ class Binaries:
             Unavailable: there is no Go toolchain, or the build failed.
         """
         return cls(folders=(_built(),))
+
+    @classmethod
+    def find_kueue(cls) -> Binaries:
+        """`kueue`, with its CRDs and webhooks in a folder `kueue-config`: built only when somebody asks, minutes once.
+
+        Raises:
+            Unavailable: as `find`.
+        """
+        return cls(folders=(_built_kueue(),))
+
+    @classmethod
+    def find_pod_group_crds(cls) -> Binaries:
+        """`volcano.yaml` and `coscheduling.yaml`: built only when somebody asks, minutes once.
+
+        Raises:
+            Unavailable: as `find`.
+        """
+        return cls(folders=(_built_pod_group_crds(),))
 
     @classmethod
     def find_for_api_server(cls) -> Binaries:
@@ -96,33 +117,80 @@ def _folder() -> Path:
 
 
 def _built() -> Path:
-    folder = _folder()
+    return _cached(_folder(), _build)
+
+
+def _built_kueue() -> Path:
+    return _cached(cache_folder() / f"kueue-{_digest((BUILD, BUILD_ENVIRONMENT), [KUEUE])}", _build_kueue)
+
+
+def _built_pod_group_crds() -> Path:
+    return _cached(
+        cache_folder() / f"podgroups-{_digest((BUILD_ENVIRONMENT, VOLCANO_TYPES), [POD_GROUPS])}", _build_pod_group_crds
+    )
+
+
+def _cached(folder: Path, build: Callable[[str, Path], None]) -> Path:
+    """What `build` puts into the folder, once; whole or not there."""
     with locked(folder.with_suffix(".lock")):
         if not folder.exists():
-            _build(folder)
+            staging = folder.with_name(f"{folder.name}.{os.getpid()}")
+            staging.mkdir(parents=True)
+            try:
+                build(_go(), staging)
+                staging.rename(folder)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
     return folder
 
 
 def _fingerprint() -> str:
-    digest = hashlib.sha256(repr((BUILD, BUILD_ENVIRONMENT, HELM_LINKER)).encode())
-    for path in sorted([*SOURCES.rglob("*.go"), *SOURCES.rglob("go.mod"), *SOURCES.rglob("go.sum")]):
+    return _digest((BUILD, BUILD_ENVIRONMENT, HELM_LINKER), [SOURCES / "coredns", SOURCES / "helm", SOURCES / "kube"])
+
+
+def _digest(settings: object, folders: Sequence[Path]) -> str:
+    """Of what is built from the modules in these folders, the one that they lie in among them."""
+    digest = hashlib.sha256(repr(settings).encode())
+    found = [path for folder in folders for pattern in ("*.go", "go.mod", "go.sum") for path in folder.rglob(pattern)]
+    for path in sorted([*found, *SOURCES.glob("go.*")]):
         digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _build(folder: Path) -> None:
-    go = _go()
-    staging = folder.with_name(f"{folder.name}.{os.getpid()}")
-    staging.mkdir(parents=True)
-    try:
-        _compile(go, SOURCES, staging / "kube", "./kube", _kubernetes_version())
-        _compile(go, SOURCES, staging / "coredns", "./coredns")
-        _compile(go, SOURCES / "helm", staging / "helm", "helm.sh/helm/v3/cmd/helm", HELM_LINKER)
-        for name in KUBE_NAMES:
-            (staging / name).symlink_to("kube")
-        staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+def _build(go: str, folder: Path) -> None:
+    _compile(go, SOURCES, folder / "kube", "./kube", _kubernetes_version())
+    _compile(go, SOURCES, folder / "coredns", "./coredns")
+    _compile(go, SOURCES / "helm", folder / "helm", "helm.sh/helm/v3/cmd/helm", HELM_LINKER)
+    for name in KUBE_NAMES:
+        (folder / name).symlink_to("kube")
+
+
+def _build_kueue(go: str, folder: Path) -> None:
+    _compile(go, KUEUE, folder / "kueue", f"{KUEUE_MODULE}/cmd/kueue")
+    shutil.copytree(_module(go, KUEUE, KUEUE_MODULE) / "config" / "components", folder / "kueue-config")
+
+
+def _build_pod_group_crds(go: str, folder: Path) -> None:
+    print("tests/cluster: making the CRDs of PodGroups (minutes the first time)", file=sys.stderr, flush=True)
+    _run_go(go, POD_GROUPS, "tool", "controller-gen", "crd", f"paths={VOLCANO_TYPES}", f"output:dir={folder}")
+    (folder / "scheduling.volcano.sh_podgroups.yaml").rename(folder / "volcano.yaml")
+    made = _module(go, POD_GROUPS, COSCHEDULING_MODULE) / "config" / "crd" / "bases"
+    shutil.copy(made / "scheduling.x-k8s.io_podgroups.yaml", folder / "coscheduling.yaml")
+
+
+def _module(go: str, module: Path, name: str) -> Path:
+    """Where that dependency's own files are."""
+    return Path(_run_go(go, module, "list", "-mod=readonly", "-m", "-f", "{{.Dir}}", name).strip())
+
+
+def _run_go(go: str, module: Path, *arguments: str) -> str:
+    result = subprocess.run(
+        [go, *arguments], cwd=module, check=False, env={**os.environ, **BUILD_ENVIRONMENT}, capture_output=True,
+        text=True, timeout=BUILD_SECONDS,
+    )  # fmt: skip
+    if result.returncode:
+        raise Unavailable(f"go {' '.join(arguments)} failed: {result.stderr[-3000:]}")
+    return result.stdout
 
 
 def _compile(go: str, module: Path, target: Path, package: str, linker: str = "") -> None:

@@ -37,6 +37,9 @@ ACCEPTED: dict[str, Any] = {
     "storage of its own": checkpoint(secretRef={"name": "a"}, resumePolicy="Latest"),
     "device memory in bytes": {**LEAST, "memoryPolicy": {"deviceMemory": 16_000_000_000}},
     "device memory without an action": {**LEAST, "memoryPolicy": {"deviceMemory": "15.8Gi"}},
+    "Kueue's pod group": {**LEAST, "podGroupPolicy": {"kueue": {"queueName": "team-a"}}},
+    "Volcano's pod group": {**LEAST, "podGroupPolicy": {"volcano": {}}},
+    "pod group without a time": {**LEAST, "podGroupPolicy": {"coscheduling": {}}},
     "exit codes but these": {**LEAST, "failurePolicy": {"rules": [
         {"name": "r", "action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [0, 1]}}]}},
     "condition without a status": {**LEAST, "failurePolicy": {"rules": [
@@ -115,11 +118,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no device memory": ({**LEAST, "memoryPolicy": {"deviceMemory": 0}}, "is no size: write bytes, or as in 16Gi"),
     "device memory of no size": ({**LEAST, "memoryPolicy": {"deviceMemory": "16GB"}}, "is no size: write bytes"),
     "elastic gangs": ({**LEAST, "elasticPolicy": {"minNodes": 1}}, 'unknown field "spec.elasticPolicy"'),
-    "pod groups": ({**LEAST, "podGroupPolicy": {}}, 'unknown field "spec.podGroupPolicy"'),
     "rule about nodes that are not ready": (rule(onNodeConditions=[{"type": "Ready"}]), "which needs no rule"),
     "too many excluded nodes": ({**LEAST, "nodeExclusionPolicy": {"maxExcludedNodes": 65}},
         "should be less than or equal to 64"),
     "nodes excluded for no failure": ({**LEAST, "nodeExclusionPolicy": {"maxFailuresPerNode": 0}},
+        "should be greater than or equal to 1"),
+    "pod group of nobody": ({**LEAST, "podGroupPolicy": {}},
+        "needs exactly one of kueue, volcano and coscheduling"),
+    "pod group of two": ({**LEAST, "podGroupPolicy": {"kueue": {"queueName": "a"}, "volcano": {}}},
+        "needs exactly one of kueue, volcano and coscheduling"),
+    "queue without a name": ({**LEAST, "podGroupPolicy": {"kueue": {}}}, "podGroupPolicy.kueue.queueName: Required"),
+    "Kueue's queue": ({**LEAST, "podGroupPolicy": {"kueue": {"queueName": "Team A"}}}, "is no LocalQueue's name"),
+    "Volcano's queue": ({**LEAST, "podGroupPolicy": {"volcano": {"queue": "-"}}}, "is no Queue's name"),
+    "no time for the gang": ({**LEAST, "podGroupPolicy": {"coscheduling": {"scheduleTimeoutSeconds": 0}}},
         "should be greater than or equal to 1"),
 }  # fmt: skip
 BAD_NAMES = {

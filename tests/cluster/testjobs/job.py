@@ -39,8 +39,16 @@ class Team:
     image: str
     storage_uri: str
 
-    def submit(self, name: str, *arguments: str, nodes: int = 2, processes: int = 1, **spec: Any) -> Job:
-        """Applies a TrainingJob of tests/cluster/trainer.py; `spec` is laid over its spec."""
+    def submit(
+        self,
+        name: str,
+        *arguments: str,
+        nodes: int = 2,
+        processes: int = 1,
+        labels: Mapping[str, str] | None = None,
+        **spec: Any,
+    ) -> Job:
+        """Applies a TrainingJob of tests/cluster/trainer.py; `spec` is laid over its spec, `labels` are its pods'."""
         parts = torch_pod_parts()
         container = {
             "name": "node",
@@ -66,7 +74,12 @@ class Team:
             "apiVersion": "stepfast.dev/v1alpha1",
             "kind": "TrainingJob",
             "metadata": {"name": name, "namespace": self.namespace},
-            "spec": {"trainer": trainer, "template": {"spec": template}, "checkpoint": checkpoint, **spec},
+            "spec": {
+                "trainer": trainer,
+                "template": {"metadata": {"labels": dict(labels or {})}, "spec": template},
+                "checkpoint": checkpoint,
+                **spec,
+            },
         }
         self.cluster.apply(manifest)
         return self.job(name)

@@ -109,7 +109,7 @@ class Kubelets:
         self.ever_made[metadata["name"]].add(metadata["uid"])
         try:
             if metadata.get("deletionTimestamp"):
-                if node not in self.stuck:
+                if node is not None and node not in self.stuck:  # without a node the API server itself removes it
                     await self._terminate(metadata["name"], pod["status"].get("phase"))
             elif node is None:
                 await self._bind(metadata["name"], int((metadata.get("labels") or {}).get(labels.NODE_INDEX, 0)))

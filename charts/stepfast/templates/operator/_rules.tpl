@@ -12,6 +12,24 @@
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, create, delete, patch]
+{{- if .Values.podGroups.kueue }}
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]  # why a gang waits
+  verbs: [get]
+- apiGroups: [""]
+  resources: [pods/status]  # that nothing runs of a pod that Kueue's finalizer keeps
+  verbs: [patch]
+{{- end }}
+{{- if .Values.podGroups.volcano }}
+- apiGroups: [scheduling.volcano.sh]
+  resources: [podgroups]
+  verbs: [get, create, delete]
+{{- end }}
+{{- if .Values.podGroups.coscheduling }}
+- apiGroups: [scheduling.x-k8s.io]
+  resources: [podgroups]
+  verbs: [create, delete]
+{{- end }}
 - apiGroups: [""]
   resources: [services]
   verbs: [get, list, create, patch]

@@ -7,9 +7,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from stepfast.errors import StepfastError
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.observed import Committed, Observed
 from stepfast_operator.record import Status
+
+
+class QueueRefused(StepfastError):
+    """Whoever is to admit or schedule the gang as a whole is not there, or takes nothing from the operator. The message
+    says what to do.
+    """
 
 
 class Backend(Protocol):
@@ -27,7 +34,7 @@ class Backend(Protocol):
         """Marks the committed steps above this one superseded. Raises StorageError."""
 
     async def launch(self, launch: LaunchGang) -> None:
-        """Starts the gang, after making sure that nothing of an earlier run lives."""
+        """Starts the gang, after making sure that nothing of an earlier run lives. Raises QueueRefused."""
 
     async def stop(self, runs: Sequence[str], mode: StopMode) -> None:
         """Asks the gangs of these runs to end, or ends them: with KILL nothing of them lives on return."""
@@ -46,6 +53,9 @@ class Backend(Protocol):
         """Asks all ranks to save at the next step that they agree on, and to wait there. Raises
         AgentUnavailable.
         """
+
+    async def leave_queue(self, attempt: int) -> None:
+        """Tells whoever admits the gang that nothing of it, up to that attempt, will run again."""
 
     async def delete_job(self) -> None:
         """Deletes the job's object, as long as it is still the one that was observed; what it owns goes with it."""

@@ -13,6 +13,7 @@ from stepfast.errors import AgentUnavailable, StorageForbidden, StorageUnavailab
 from stepfast.nodestatus import EvictionNotice, JobStatus, RankStatus, SaveStatus
 from stepfast.step import JobKey, restarted_run
 from stepfast_operator.actions import LaunchGang, StopMode
+from stepfast_operator.backends.base import QueueRefused
 from stepfast_operator.observed import (
     AgentState,
     Candidate,
@@ -22,6 +23,7 @@ from stepfast_operator.observed import (
     Intent,
     NodeCondition,
     Observed,
+    QueueView,
     Room,
     Worker,
     WorkerPhase,
@@ -82,6 +84,8 @@ class FakeBackend:
         self.nodes: tuple[str, ...] | None = None  # that gangs may run on; None: nobody knows of nodes
         self.node_conditions: dict[str, tuple[NodeCondition, ...]] = {}  # by node: those that rules ask about
         self.notices: dict[str, EvictionNotice] = {}  # by node
+        self.queue = QueueView()
+        self.refusal = ""  # of whoever is to take the gang
 
     # What the world does.
 
@@ -222,6 +226,7 @@ class FakeBackend:
             anatomy=self.anatomy,
             room=self.room,
             nodes=self._candidates(),
+            queue=self.queue,
         )
 
     def _candidates(self) -> Sequence[Candidate] | None:
@@ -246,6 +251,8 @@ class FakeBackend:
     async def launch(self, launch: LaunchGang) -> None:
         if launch.run in self.gangs:
             return
+        if self.refusal:
+            raise QueueRefused(self.refusal)
         for gang in self.gangs.values():
             gang.lives = False
         nodes = range(self.spec.trainer.num_nodes)
@@ -290,6 +297,9 @@ class FakeBackend:
         """The run, and it after each of its in-place restarts."""
         earlier = self.gangs[run].earlier_ranks if run in self.gangs else []
         return [restarted_run(run, number) for number in range(len(earlier) + 1)]
+
+    async def leave_queue(self, attempt: int) -> None:
+        self.queue = QueueView()
 
     async def delete_job(self) -> None:
         self.is_deleted = True

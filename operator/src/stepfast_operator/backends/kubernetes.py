@@ -23,9 +23,10 @@ from stepfast.kube import AlreadyExists, InvalidObject, Kube, KubeError, KubeUna
 from stepfast.nodestatus import EvictionNotice, JobStatus
 from stepfast.step import split_run
 from stepfast.storage.base import Store
-from stepfast_operator import labels, manifests
+from stepfast_operator import labels, manifests, podgroups
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.backends.jobstorage import JobStorage
+from stepfast_operator.backends.podgroups import PodGroups
 from stepfast_operator.backends.requests import Ask, Request, Requests, is_awaited
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.clusterview import ClusterView
@@ -100,6 +101,7 @@ class KubernetesBackend:
         self._noted = CheckpointStatus()  # as of the last look
         self._storage: JobStorage | None = None
         self._pace = WritePace()
+        self._groups = PodGroups(self._kube, self._lease)
 
     def take(self, job: ClusterJob) -> None:
         """The TrainingJob as it is now."""
@@ -108,8 +110,10 @@ class KubernetesBackend:
 
     @property
     def is_alive(self) -> bool:
-        """Whether any pod of the job may still run."""
-        return any(pod.is_alive for pod in self._pods())
+        """Whether any pod of the job may still run, or holds a place in a queue."""
+        pods = self._pods()
+        held = podgroups.held_groups(pods).values()
+        return any(pod.is_alive for pod in pods) or not all(podgroups.is_group_left(members) for members in held)
 
     async def observe(self, status: Status) -> Observed:
         now = self._cluster.clock()
@@ -141,6 +145,7 @@ class KubernetesBackend:
             anatomy=self._job.manifest.anatomy,
             room=self._room(status, gang),
             nodes=self._candidates(status, gang),
+            queue=await self._groups.view(self._owner, self._job.spec.pod_group_policy, status.attempt, pods, now),
         )
 
     async def read_steps(self) -> Sequence[Committed]:
@@ -206,6 +211,9 @@ class KubernetesBackend:
 
     async def request_save(self, run: str) -> None:
         await self._ask(run, Ask.SAVE)
+
+    async def leave_queue(self, attempt: int) -> None:
+        await self._groups.leave(self._owner, self._job.spec.pod_group_policy, attempt, self._pods())
 
     async def delete_job(self) -> None:
         self._lease.check()
@@ -392,18 +400,23 @@ class KubernetesBackend:
         """Makes those that are not there."""
         before = previous_nodes(self._pods(), self._told(), launch.attempt, nodes)
         gate = asyncio.Semaphore(_PARALLEL)
+        pods = [self._pod_of(launch, index, before.get(index)) for index in range(nodes)]
+        policy = self._job.spec.pod_group_policy
+        if policy is not None:
+            pods = await self._groups.enter(self._owner, policy, launch.attempt, pods, self._pods())
         try:
             async with asyncio.TaskGroup() as group:
-                for index in range(nodes):
-                    group.create_task(self._make_pod(launch, index, before.get(index), gate), name=f"make pod {index}")
+                for index, pod in enumerate(pods):
+                    group.create_task(self._make_pod(launch, pod, gate), name=f"make pod {index}")
         except* (KubeError, SpecError, NotLeading) as several:
             raise _first(several) from None
 
-    async def _make_pod(self, launch: LaunchGang, index: int, node: str | None, gate: asyncio.Semaphore) -> None:
-        job = self._job
+    def _pod_of(self, launch: LaunchGang, index: int, node: str | None) -> JSON:
         uri = self._job_storage().uri
-        pod = manifests.pod_of(self._owner, job.spec, launch, index, storage_uri=uri, preferred_node=node)
-        path = f"/api/v1/namespaces/{job.job.namespace}/pods"
+        return manifests.pod_of(self._owner, self._job.spec, launch, index, storage_uri=uri, preferred_node=node)
+
+    async def _make_pod(self, launch: LaunchGang, pod: JSON, gate: asyncio.Semaphore) -> None:
+        path = f"/api/v1/namespaces/{self._job.job.namespace}/pods"
         async with gate:
             self._lease.check()
             try:
@@ -438,6 +451,8 @@ class KubernetesBackend:
         patience = self._job.spec.failure_policy.pod_deletion_grace_seconds
         if self._cluster.clock() - pod.deleted_time >= patience:
             await self._kube.delete(path, grace_seconds=0, uid=pod.uid)
+            if pod.member is not None and pod.member.is_held:
+                await self._groups.bury(pod)
             self._view.drop_pod(pod)
 
     async def _clear(self, attempt: int) -> None:
@@ -446,6 +461,8 @@ class KubernetesBackend:
         await asyncio.gather(
             *(self._kube.delete(f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", uid=pod.uid) for pod in old)
         )
+        if self._job.spec.pod_group_policy is not None:
+            await self._groups.clear(self._owner, self._job.spec.pod_group_policy, attempt - 1)
 
     async def _ask(self, run: str, ask: Ask) -> None:
         """Asks the agents of all living nodes that hold something of the run, or run its pods."""

@@ -229,6 +229,9 @@ class ProcessBackend:
         if self._agent is not None:
             await self._agent.request_save(run)
 
+    async def leave_queue(self, attempt: int) -> None:
+        """Nothing: nobody queues what runs on this machine."""
+
     async def delete_job(self) -> None:
         """Nothing: on one machine a job that is over is a folder of logs, which is its user's."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepfast_operator.observed import AgentState, Observed, Worker, WorkerPhase
-from stepfast_operator.policies import readiness
+from stepfast_operator.policies import queueing, readiness
 from stepfast_operator.record import Attempt
 
 _NAMED = 3  # pods in one sentence
@@ -19,14 +19,18 @@ def joined_ranks(observed: Observed, run: str) -> tuple[int, int]:
 
 
 def is_active_exceeded(observed: Observed) -> bool:
-    """Whether the job has run for `activeDeadlineSeconds` since it started or was last resumed."""
+    """Whether the job was active for `activeDeadlineSeconds` since it started or was last resumed. In a queue it is
+    not.
+    """
     left = active_left_seconds(observed)
     return left is not None and left <= 0
 
 
 def active_left_seconds(observed: Observed) -> float | None:
     limit, start = observed.spec.active_deadline_seconds, observed.status.start_time
-    return None if limit is None or start is None else start + limit - observed.now
+    if limit is None or start is None:
+        return None
+    return start + limit + queueing.queued_seconds(observed.status, observed.now) - observed.now
 
 
 def startup_exceeded(observed: Observed, attempt: Attempt) -> str | None:
@@ -36,7 +40,9 @@ def startup_exceeded(observed: Observed, attempt: Attempt) -> str | None:
     A script that never uses the SDK joins nobody: for it a running torchrun on each node is enough. One that is known
     to use it has to join, unless nobody is there to tell of that.
     """
-    if attempt.pods_ready_time is not None or observed.gang is None or startup_left_seconds(observed, attempt) > 0:
+    if attempt.pods_ready_time is not None or observed.gang is None or queueing.is_waiting(observed, attempt):
+        return None
+    if startup_left_seconds(observed, attempt) > 0:
         return None
     pending = describe_pending(observed)
     if pending is not None:
@@ -51,10 +57,13 @@ def startup_exceeded(observed: Observed, attempt: Attempt) -> str | None:
 
 def startup_left_seconds(observed: Observed, attempt: Attempt) -> float:
     """A gang that was taken to use no SDK may begin to join later than that: then its last rank has as long again as
-    its first had.
+    its first had. What waits in a queue is not starting yet.
     """
-    since = attempt.planned_time if attempt.restarted_time is None else attempt.restarted_time
     limit = observed.spec.startup_deadline_seconds
+    if queueing.is_waiting(observed, attempt):
+        return limit
+    since = attempt.planned_time if attempt.restarted_time is None else attempt.restarted_time
+    since = max(since, attempt.dequeued_time or since)
     joined = [rank.joined_time for report in observed.reports_of(attempt.run) for rank in report.ranks]
     first = min(joined, default=since)
     return (since if first <= since + limit else first) + limit - observed.now
