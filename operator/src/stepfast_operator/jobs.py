@@ -8,7 +8,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from stepfast.errors import SpecError, StepfastError
 from stepfast.kube import Conflict, NotFound
@@ -23,6 +24,7 @@ from stepfast_operator.metrics import Metrics
 from stepfast_operator.reconcile import Pass, reconcile
 from stepfast_operator.record import State, Status
 from stepfast_operator.status import refuse
+from stepfast_operator.turns import Turn
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +131,13 @@ class JobLoop:
         """Until cancelled."""
         is_read = False
         while True:
-            self._changed.clear()
             try:
-                if not is_read:
-                    self.status = clusterjob.status_of(self._document)
-                    is_read = True
-                wait = await self._pass()
+                async with self._in_turn() as turn:
+                    self._changed.clear()
+                    if not is_read:
+                        self.status = clusterjob.status_of(self._document)
+                        is_read = True
+                    wait = await self._pass(turn)
                 self._failures = 0
             except NotFound:
                 wait = _LONGEST_WAIT_SECONDS  # it was deleted just now: its end is on its way to us
@@ -152,11 +155,19 @@ class JobLoop:
                 await asyncio.sleep(min(wait, _LEAST_PAUSE_SECONDS))
             await _until(self._changed, wait)
 
-    async def _pass(self) -> float:
+    @asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[Turn]:
+        begin = time.perf_counter()
+        async with self._cluster.turns.taken() as turn:
+            self._metrics.waited(time.perf_counter() - begin)
+            yield turn
+
+    async def _pass(self, turn: Turn) -> float:
         """One look; returns how long at most to wait for the next one."""
         job, refused = self._read()
         backend = self._backend = self._backend or KubernetesBackend(self._cluster, job)
         backend.take(job)
+        backend.turn = turn
         if refused is not None:
             await self._refuse(refused)
         elif not job.is_deleted:

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,12 @@ from pathlib import Path
 from testcluster.unavailable import Unavailable
 
 SOURCES = Path(__file__).resolve().parent.parent
+KWOK = SOURCES / "kwok"
 KUBE_NAMES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl")
 CLIENTS = ("kubectl", "helm")  # any version that is installed will do
 GO_VERSION = (1, 26)  # what helm's module asks for
+# The stages of KWOK's own module that its nodes and pods go through: pods run once they are bound, and end at once.
+KWOK_MODULE, KWOK_STAGES = "sigs.k8s.io/kwok", ("node/fast", "node/heartbeat-with-lease", "pod/fast")
 # Without these helm takes itself for one of Kubernetes 1.20 when it has no cluster to ask.
 HELM_LINKER = "-X helm.sh/helm/v3/pkg/chartutil.k8sVersionMajor=1 -X helm.sh/helm/v3/pkg/chartutil.k8sVersionMinor=35"
 BUILD = ("build", "-mod=readonly", "-trimpath")
@@ -55,6 +58,15 @@ class Binaries:
             Unavailable: there is no Go toolchain, or the build failed.
         """
         return cls(folders=(_built(),))
+
+    @classmethod
+    def find_with_kwok(cls) -> Binaries:
+        """The same and KWOK with its `kwok-stages.yaml`: built only when somebody asks, for few need so many nodes.
+
+        Raises:
+            Unavailable: as `find`.
+        """
+        return cls(folders=(_built(), _built_kwok()))
 
     @classmethod
     def find_for_api_server(cls) -> Binaries:
@@ -96,33 +108,57 @@ def _folder() -> Path:
 
 
 def _built() -> Path:
-    folder = _folder()
+    return _cached(_folder(), _build)
+
+
+def _built_kwok() -> Path:
+    return _cached(cache_folder() / f"kwok-{_digest((BUILD, BUILD_ENVIRONMENT, KWOK_STAGES), [KWOK])}", _build_kwok)
+
+
+def _cached(folder: Path, build: Callable[[str, Path], None]) -> Path:
+    """What `build` puts into the folder, once; whole or not there."""
     with locked(folder.with_suffix(".lock")):
         if not folder.exists():
-            _build(folder)
+            staging = folder.with_name(f"{folder.name}.{os.getpid()}")
+            staging.mkdir(parents=True)
+            try:
+                build(_go(), staging)
+                staging.rename(folder)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
     return folder
 
 
 def _fingerprint() -> str:
-    digest = hashlib.sha256(repr((BUILD, BUILD_ENVIRONMENT, HELM_LINKER)).encode())
-    for path in sorted([*SOURCES.rglob("*.go"), *SOURCES.rglob("go.mod"), *SOURCES.rglob("go.sum")]):
+    return _digest((BUILD, BUILD_ENVIRONMENT, HELM_LINKER), [SOURCES / "coredns", SOURCES / "helm", SOURCES / "kube"])
+
+
+def _digest(settings: object, folders: Sequence[Path]) -> str:
+    """Of what is built from the modules in these folders, the one that they lie in among them."""
+    digest = hashlib.sha256(repr(settings).encode())
+    found = [path for folder in folders for pattern in ("*.go", "go.mod", "go.sum") for path in folder.rglob(pattern)]
+    for path in sorted([*found, *SOURCES.glob("go.*")]):
         digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _build(folder: Path) -> None:
-    go = _go()
-    staging = folder.with_name(f"{folder.name}.{os.getpid()}")
-    staging.mkdir(parents=True)
-    try:
-        _compile(go, SOURCES, staging / "kube", "./kube", _kubernetes_version())
-        _compile(go, SOURCES, staging / "coredns", "./coredns")
-        _compile(go, SOURCES / "helm", staging / "helm", "helm.sh/helm/v3/cmd/helm", HELM_LINKER)
-        for name in KUBE_NAMES:
-            (staging / name).symlink_to("kube")
-        staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+def _build(go: str, folder: Path) -> None:
+    _compile(go, SOURCES, folder / "kube", "./kube", _kubernetes_version())
+    _compile(go, SOURCES, folder / "coredns", "./coredns")
+    _compile(go, SOURCES / "helm", folder / "helm", "helm.sh/helm/v3/cmd/helm", HELM_LINKER)
+    for name in KUBE_NAMES:
+        (folder / name).symlink_to("kube")
+
+
+def _build_kwok(go: str, folder: Path) -> None:
+    _compile(go, KWOK, folder / "kwok", f"{KWOK_MODULE}/cmd/kwok")
+    found = subprocess.run(
+        [go, "list", "-mod=readonly", "-m", "-f", "{{.Dir}}", KWOK_MODULE], cwd=KWOK, check=True, capture_output=True,
+        text=True, timeout=BUILD_SECONDS,
+    )  # fmt: skip
+    stages = Path(found.stdout.strip()) / "kustomize" / "stage"
+    files = [path for kind in KWOK_STAGES for path in sorted((stages / kind).glob("[!k]*.yaml"))]  # no kustomization
+    (folder / "kwok-stages.yaml").write_text("\n---\n".join(path.read_text() for path in files))
 
 
 def _compile(go: str, module: Path, target: Path, package: str, linker: str = "") -> None:

@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stepfast.errors import SpecError
 from stepfast.kube import AlreadyExists, InvalidObject, Kube, KubeError, KubeUnavailable, PatchKind
@@ -30,7 +30,7 @@ from stepfast_operator.backends.requests import Ask, Request, Requests, is_await
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.document import JSON, decode, encode
-from stepfast_operator.lease import Lease, NotLeading
+from stepfast_operator.lease import Lease
 from stepfast_operator.manifests import Owner
 from stepfast_operator.names import is_run_of
 from stepfast_operator.observed import (
@@ -49,11 +49,11 @@ from stepfast_operator.podview import PodView
 from stepfast_operator.policies import exclusion, memory
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
 from stepfast_operator.room import room_of
+from stepfast_operator.turns import Turn, Turns
 from stepfast_operator.workers import had_ranks, previous_nodes, workers_of
 from stepfast_operator.writepace import WritePace
 
 _KILL_GRACE_SECONDS = 1  # the least that still waits for the kubelet's word; none at all would only delete the record
-_PARALLEL = 40
 _GONE_SECONDS = 5.0
 # A pod's own end comes with its exit code a second or two later than the agent's word that a rank is gone.
 _DEAD_RANK_PATIENCE_SECONDS = 8.0
@@ -85,6 +85,7 @@ class Cluster:
     open_store: Callable[[str], Store]
     began_time: float
     clock: Callable[[], float] = time.time
+    turns: Turns = field(default_factory=Turns)
 
 
 class KubernetesBackend:
@@ -93,6 +94,7 @@ class KubernetesBackend:
     def __init__(self, cluster: Cluster, job: ClusterJob) -> None:
         self._cluster, self._kube, self._view, self._lease = cluster, cluster.kube, cluster.view, cluster.lease
         self.changed = asyncio.Event()  # set by whoever sees a change of what is observed here
+        self.turn = Turn()  # of the look that is under way
         self.take(job)
         self._asked: dict[str, int] = {}  # by node: the generation from which on its report takes in what was asked
         self._asked_to_end: dict[str, int | None] = {}  # pods, by uid, and the grace that they were given
@@ -190,10 +192,11 @@ class KubernetesBackend:
         while living := [pod for pod in self._pods() if pod.run in wanted and pod.is_alive]:
             self.changed.clear()
             self._lease.check()
-            await asyncio.gather(*(self._end(pod, grace) for pod in living))
+            await self._cluster.turns.each(lambda pod: self._end(pod, grace), living)
             left = deadline - time.monotonic()
             if left <= 0:
                 return
+            self.turn.end()
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):  # `wait_for` may swallow a cancellation
                     await self.changed.wait()
@@ -391,30 +394,23 @@ class KubernetesBackend:
     async def _make_pods(self, launch: LaunchGang, nodes: int) -> None:
         """Makes those that are not there."""
         before = previous_nodes(self._pods(), self._told(), launch.attempt, nodes)
-        gate = asyncio.Semaphore(_PARALLEL)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index in range(nodes):
-                    group.create_task(self._make_pod(launch, index, before.get(index), gate), name=f"make pod {index}")
-        except* (KubeError, SpecError, NotLeading) as several:
-            raise _first(several) from None
+        await self._cluster.turns.each(lambda index: self._make_pod(launch, index, before.get(index)), range(nodes))
 
-    async def _make_pod(self, launch: LaunchGang, index: int, node: str | None, gate: asyncio.Semaphore) -> None:
+    async def _make_pod(self, launch: LaunchGang, index: int, node: str | None) -> None:
         job = self._job
         uri = self._job_storage().uri
         pod = manifests.pod_of(self._owner, job.spec, launch, index, storage_uri=uri, preferred_node=node)
         path = f"/api/v1/namespaces/{job.job.namespace}/pods"
-        async with gate:
-            self._lease.check()
-            try:
-                made = await self._kube.create(path, pod)
-            except AlreadyExists:
-                made = await self._kube.get(f"{path}/{pod['metadata']['name']}")
-                self._check_ours(made)
-            except InvalidObject as error:
-                if launch.attempt > 1 or self._pods():
-                    raise  # such pods were taken before: what refuses them now may change again
-                raise SpecError("spec", f"the API server refuses the pods that follow from it: {error}") from error
+        self._lease.check()
+        try:
+            made = await self._kube.create(path, pod)
+        except AlreadyExists:
+            made = await self._kube.get(f"{path}/{pod['metadata']['name']}")
+            self._check_ours(made)
+        except InvalidObject as error:
+            if launch.attempt > 1 or self._pods():
+                raise  # such pods were taken before: what refuses them now may change again
+            raise SpecError("spec", f"the API server refuses the pods that follow from it: {error}") from error
         self._view.take_pod(made)
 
     def _check_ours(self, document: JSON) -> None:
@@ -443,8 +439,8 @@ class KubernetesBackend:
     async def _clear(self, attempt: int) -> None:
         """Removes the pods of attempts before the last one, whose logs nobody is going to look at."""
         old = [pod for pod in self._pods() if pod.attempt < attempt - 1]
-        await asyncio.gather(
-            *(self._kube.delete(f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", uid=pod.uid) for pod in old)
+        await self._cluster.turns.each(
+            lambda pod: self._kube.delete(f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", uid=pod.uid), old
         )
 
     async def _ask(self, run: str, ask: Ask) -> None:
@@ -459,14 +455,6 @@ def check_storage(cluster: Cluster, job: ClusterJob) -> None:
     if not (job.spec.checkpoint.storage_uri or cluster.storage_root):
         reason = "is required: this operator was installed without a storage of its own (storage.uri)"
         raise SpecError("spec.checkpoint.storageUri", reason)
-
-
-def _first(several: BaseExceptionGroup[KubeError | SpecError | NotLeading]) -> BaseException:
-    """One of the errors: pods that are alike are refused for the same reason."""
-    found: BaseException = several
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found
 
 
 async def write_status(cluster: Cluster, path: str, uid: str, status: Status) -> None:
