@@ -143,6 +143,7 @@ class Operation:
             agent_namespace=world.namespace,
             wake_uid=self._wake,
             wake_job=self.jobs.wake_job,
+            wake_later=self.jobs.wake_job_later,
         )
         self.lease = Lease(kube, world.namespace, identity)
         self.requests = Requests(kube, self.view.reports.get, self.jobs.is_under_way)

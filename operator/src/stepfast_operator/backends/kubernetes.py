@@ -101,7 +101,7 @@ class KubernetesBackend:
         self._launched_now: Launched | None = None
         self._noted = CheckpointStatus()  # as of the last look
         self._storage: JobStorage | None = None
-        self._pace = WritePace()
+        self.pace = WritePace()
 
     def take(self, job: ClusterJob) -> None:
         """The TrainingJob as it is now."""
@@ -216,23 +216,23 @@ class KubernetesBackend:
 
     async def write_status(self, status: Status) -> None:
         """Progress alone may be held back: whoever asked for this calls `write_held_back` in `held_back_seconds`."""
-        if self._pace.is_due(status, time.monotonic()):
+        if self.pace.is_due(status, time.monotonic()):
             await self._write(status)
 
     async def write_held_back(self) -> None:
         """Writes what was held back, if it is due."""
-        status = self._pace.held_back(time.monotonic())
+        status = self.pace.held_back(time.monotonic())
         if status is not None:
             await self._write(status)
 
     def held_back_seconds(self) -> float | None:
         """When what was held back is due; None when nothing is."""
-        return self._pace.wait_seconds(time.monotonic())
+        return self.pace.wait_seconds(time.monotonic())
 
     async def _write(self, status: Status) -> None:
         begin = time.monotonic()
         await write_status(self._cluster, self._job.path, self._job.uid, status)
-        self._pace.note_written(status, begin)
+        self.pace.note_written(status, begin)
 
     # ------------------------------------------------------------ observing
 
