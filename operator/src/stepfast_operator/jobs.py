@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from stepfast.errors import SpecError, StepfastError
 from stepfast.kube import Conflict, NotFound
@@ -35,6 +35,7 @@ _FIRST_PAUSE_SECONDS = 0.2
 _LEAST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _COUNT_SECONDS = 1.0
+_UNHURRIED_SECONDS = 5.0  # whoever wants to be looked at again no sooner does not mind a little later
 
 
 class Jobs:
@@ -135,6 +136,9 @@ class JobLoop:
         self._looked_time = -math.inf
         self._later: asyncio.TimerHandle | None = None
         self._is_read = False  # its status
+        # More is due than progress: something happened, or the last look wanted another one soon.
+        self._is_urgent, self._due_time = True, -math.inf
+        self._turn = Turn()
         self.key = clusterjob.job_key_of(document)
         self._replace(document)
         self._backend: KubernetesBackend | None = None
@@ -163,6 +167,8 @@ class JobLoop:
         self._wanted: tuple[ClusterJob, SpecError | None] | None = None  # what the document asks for, once it was read
 
     def wake(self) -> None:
+        self._is_urgent = True
+        self._turn.hurry()
         self._changed.set()
         if self._backend is not None:
             self._backend.changed.set()
@@ -171,7 +177,7 @@ class JobLoop:
         """So that its progress is looked at as often as is due."""
         if self._later is None:
             wait = max(0.0, self._looked_time + self._progress_seconds() - time.monotonic())
-            self._later = asyncio.get_running_loop().call_later(wait, self.wake)
+            self._later = asyncio.get_running_loop().call_later(wait, self._changed.set)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -179,14 +185,6 @@ class JobLoop:
             await self._run()
         finally:
             self._note_look()
-
-    def _note_look(self) -> None:
-        """What was to be looked at later is seen now."""
-        self._changed.clear()
-        self._looked_time = time.monotonic()
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
 
     async def _run(self) -> None:
         while True:
@@ -212,12 +210,29 @@ class JobLoop:
                 log.exception("%s: a mistake of the operator's", self.key)
                 wait = self._pause(error)
                 await asyncio.sleep(min(wait, _LEAST_PAUSE_SECONDS))
-            await _until(self._changed, wait)
+            await self._until(wait)
+
+    def _note_look(self) -> None:
+        """What was to be looked at later is seen now."""
+        self._changed.clear()
+        self._is_urgent, self._due_time = False, -math.inf  # a look that fails is repeated as soon as may be
+        self._looked_time = time.monotonic()
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+
+    async def _until(self, seconds: float) -> None:
+        """Returns when there is something to look at, in so many seconds at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, seconds)):  # `wait_for` may swallow a cancellation (CPython 86296)
+                await self._changed.wait()
+        self._is_urgent = self._is_urgent or self._due_time <= time.monotonic()
 
     @asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[Turn]:
         begin = time.perf_counter()
-        async with self._cluster.turns.taken() as turn:
+        self._turn = self._cluster.turns.ask(is_urgent=self._is_urgent)
+        async with self._turn as turn:
             self._metrics.waited(time.perf_counter() - begin)
             yield turn
 
@@ -245,7 +260,9 @@ class JobLoop:
         if job.is_deleted and self.is_over and not backend.is_alive:
             await self._let_go(job)
         await backend.write_held_back()
-        waits = (_LONGEST_WAIT_SECONDS, seen.decision.requeue_seconds, backend.held_back_seconds())
+        due = seen.decision.requeue_seconds
+        self._due_time = time.monotonic() + due if due is not None and due < _UNHURRIED_SECONDS else math.inf
+        waits = (_LONGEST_WAIT_SECONDS, due, backend.held_back_seconds())
         return min(wait for wait in waits if wait is not None)
 
     def _read(self) -> tuple[ClusterJob, SpecError | None]:
@@ -299,14 +316,3 @@ class JobLoop:
         log.warning("%s is looked at again in %.1f s: %s", self.key, wait, error)
         self._events.tell_error(self._document, error)
         return wait
-
-
-async def _until(changed: asyncio.Event, seconds: float) -> None:
-    if seconds <= 0:
-        await asyncio.sleep(0)
-        return
-    try:
-        async with asyncio.timeout(seconds):  # `wait_for` may swallow a cancellation (CPython issue 86296)
-            await changed.wait()
-    except TimeoutError:
-        return

@@ -1,5 +1,6 @@
 """How much is done at a time: jobs are looked at in turn, so that a thousand that want something at once neither keep
-the Lease from being renewed in time nor wait for each other's answers in the middle of what they do.
+the Lease from being renewed in time nor wait for each other's answers in the middle of what they do. Those of which
+nothing is due but progress never have all turns: a slow API server then costs progress, not restarts.
 
 All that may be under way together (turns, their pods, what they ask of agents, the watches, the Lease) needs fewer
 connections than the client has, 100: a request that waits for one is over before it was sent (`lease.PATIENCE`).
@@ -8,8 +9,9 @@ connections than the client has, 100: a request that waits for one is over befor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from types import TracebackType
 from typing import TypeVar
 
 from stepfast.errors import StepfastError
@@ -17,44 +19,89 @@ from stepfast.errors import StepfastError
 T = TypeVar("T")
 
 TURNS = 16
+UNHURRIED_TURNS = 8
 POD_REQUESTS = 48  # of all jobs together
 AGENT_REQUESTS = 24
-_PODS_OF_ONE_GANG = 24  # a large one leaves room for others
+PODS_OF_ONE_GANG = 24  # a large one leaves room for others
 
 
 class Turn:
-    """One look at one job, which lasts until its end or until `end`."""
+    """One look at one job: asked for when it is made, had while its context lasts or until `end`."""
 
-    def __init__(self, free: asyncio.Semaphore | None = None) -> None:
-        self._free = free
+    def __init__(self, turns: Turns | None = None, *, is_urgent: bool = True) -> None:
+        self.is_urgent = is_urgent
+        self._turns, self._begun = turns, asyncio.Event()
+
+    def hurry(self) -> None:
+        """More than progress is due by now."""
+        if not self.is_urgent and self._turns is not None and not self._begun.is_set():
+            self._turns.hurry(self)
+
+    def begin(self) -> None:
+        self._begun.set()
 
     def end(self) -> None:
         """What follows waits for others, and is not to hold up anybody."""
-        if self._free is not None:
-            self._free.release()
-            self._free = None
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.take_back(self, has_begun=self._begun.is_set())
+
+    async def __aenter__(self) -> Turn:
+        try:
+            await self._begun.wait()
+        except asyncio.CancelledError:
+            self.end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
 
 
 class Turns:
-    """Whoever asks first has the next one."""
+    """Whoever is in a hurry goes first, among these whoever asked first."""
 
     def __init__(self) -> None:
-        self._free, self._pods = asyncio.Semaphore(TURNS), asyncio.Semaphore(POD_REQUESTS)
+        self._free, self._unhurried_free = TURNS, UNHURRIED_TURNS
+        self._urgent, self._unhurried = deque[Turn](), deque[Turn]()
+        self._pods = asyncio.Semaphore(POD_REQUESTS)
 
-    @asynccontextmanager
-    async def taken(self) -> AsyncIterator[Turn]:
-        await self._free.acquire()
-        turn = Turn(self._free)
-        try:
-            yield turn
-        finally:
-            turn.end()
+    def ask(self, *, is_urgent: bool) -> Turn:
+        """The next turn, to be waited for (`async with`)."""
+        turn = Turn(self, is_urgent=is_urgent)
+        (self._urgent if is_urgent else self._unhurried).append(turn)
+        self._give()
+        return turn
+
+    def hurry(self, turn: Turn) -> None:
+        self._unhurried.remove(turn)
+        turn.is_urgent = True
+        self._urgent.append(turn)
+        self._give()
+
+    def take_back(self, turn: Turn, *, has_begun: bool) -> None:
+        """It is over, or nobody waits for it any more."""
+        if has_begun:
+            self._free += 1
+            self._unhurried_free += not turn.is_urgent
+        else:
+            (self._urgent if turn.is_urgent else self._unhurried).remove(turn)
+        self._give()
+
+    def _give(self) -> None:
+        while self._free > 0 and (self._urgent or (self._unhurried and self._unhurried_free > 0)):
+            turn = self._urgent.popleft() if self._urgent else self._unhurried.popleft()
+            self._free -= 1
+            self._unhurried_free -= not turn.is_urgent
+            turn.begin()
 
     async def each(self, request: Callable[[T], Awaitable[None]], pods: Iterable[T]) -> None:
         """A request for each of a gang's pods, so many at a time. Raises one of their errors, for pods that are alike
         are refused for the same reason; what was not begun by then is not begun any more.
         """
-        own = asyncio.Semaphore(_PODS_OF_ONE_GANG)
+        own = asyncio.Semaphore(PODS_OF_ONE_GANG)
 
         async def ask(pod: T) -> None:
             async with own, self._pods:
