@@ -8,6 +8,7 @@ and says nothing of an operator: the nodes' leases, endpoints. Needs no root.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from testcluster.binaries import Binaries
 from testcluster.claim import Claim
@@ -28,6 +29,8 @@ _CONFIGURATION = {
     "options": {"manageAllNodes": True, "podPlayStageParallelism": 16, "nodePlayStageParallelism": 16},
 }
 _PODS_PER_NODE = "110"
+# Pods of one gang keep away from each other: weighing a thousand nodes for each would be the machine's main work.
+_NODES_TO_SCORE_PER_CENT = 5
 
 
 class SimulatedCluster(ApiServer):
@@ -40,7 +43,7 @@ class SimulatedCluster(ApiServer):
         """Returns when requests are answered."""
         self.start([CONTROLLERS, SCHEDULER, _KWOK])
         self.start_controllers(f"--controllers={','.join(_CONTROLLERS)}", _SILENT_NODES, *_UNHURRIED)
-        self.start_scheduler(*_UNHURRIED)
+        self.start_scheduler(f"--config={self._scheduler_configuration()}")
         configuration = self.claim.folder / "kwok.json"
         configuration.write_text(json.dumps(_CONFIGURATION))
         self.claim.spawn("kwok", [
@@ -48,6 +51,17 @@ class SimulatedCluster(ApiServer):
             "--config", self.binaries.path("kwok-stages.yaml"), "--server-address=",
             "--node-lease-duration-seconds=0",
         ])  # fmt: skip
+
+    def _scheduler_configuration(self) -> Path:
+        path = self.claim.folder / "scheduler.json"
+        path.write_text(json.dumps({
+            "apiVersion": "kubescheduler.config.k8s.io/v1",
+            "kind": "KubeSchedulerConfiguration",
+            "clientConnection": {"kubeconfig": str(self.credentials.kubeconfig(SCHEDULER)), "qps": 2000, "burst": 2000},
+            "leaderElection": {"leaderElect": False},
+            "percentageOfNodesToScore": _NODES_TO_SCORE_PER_CENT,
+        }))  # fmt: skip
+        return path
 
     def down(self) -> None:
         """Ends everything, and leaves nothing behind."""
