@@ -2,8 +2,9 @@
 the Lease from being renewed in time nor wait for each other's answers in the middle of what they do. Those of which
 nothing is due but progress never have all turns: a slow API server then costs progress, not restarts.
 
-All that may be under way together (turns, their pods, what they ask of agents, the watches, the Lease) needs fewer
-connections than the client has, 100: a request that waits for one is over before it was sent (`lease.PATIENCE`).
+All that may be under way together (turns, their pods, what they ask of agents, Events, the watches, the Lease) needs no
+more connections than the client has, 100: a request that waits for one may be over before it was sent
+(`lease.PATIENCE`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ T = TypeVar("T")
 
 TURNS = 16
 UNHURRIED_TURNS = 8
-POD_REQUESTS = 48  # of all jobs together
-AGENT_REQUESTS = 24
-PODS_OF_ONE_GANG = 24  # a large one leaves room for others
+POD_REQUESTS = 40  # of all jobs together
+AGENT_REQUESTS = 20
+PODS_OF_ONE_GANG = 20  # a large one leaves room for others
 
 
 class Turn:
