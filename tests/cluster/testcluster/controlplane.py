@@ -162,6 +162,7 @@ class ApiServer(KubernetesClient):
             f"--audit-policy-file={policy}", f"--audit-log-path={self.audit_log}",
             # A test that reads the log after an answer finds its request there.
             "--audit-log-mode=blocking-strict",
+            "--audit-log-maxsize=100000",  # MB: by default a hundred are kept, and who reads on reads another file
         ])  # fmt: skip
 
     def start_scheduler(self, *options: str) -> None:
