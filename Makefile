@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 
-.PHONY: venv demo test test-thorough test-cluster programs images check lint bench bench-core bench-quick bench-frameworks bench-anatomy bench-elastic simulate bench-cluster chaos constraints crds protos reference clean
+.PHONY: venv demo test test-thorough test-cluster programs images check lint bench bench-core bench-quick bench-frameworks bench-anatomy bench-elastic simulate bench-cluster bench-scale chaos constraints crds protos reference clean
 
 venv: $(READY)
 
@@ -60,7 +60,7 @@ check: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p stepfast -p stepfast_sidecar -p stepfast_operator -p testcluster -p testcrds -p testchart -p testoperator -p testjobs -p testqueues -p benchmarks -m backendcontract
+	$(BIN)/mypy -p stepfast -p stepfast_sidecar -p stepfast_operator -p testcluster -p testcrds -p testchart -p testoperator -p testjobs -p testqueues -p testscale -p benchmarks -m backendcontract
 	$(BIN)/lint-imports
 
 # All that docs/performance.md says, measured again beside its peers and limits: hours. Root drops caches for cold reads.
@@ -99,6 +99,10 @@ simulate: venv
 # What a recovery on a real Kubernetes is made of; written to docs/recovery.md.
 bench-cluster: venv programs images
 	$(BIN)/python -m pytest tests/cluster/bench_recovery.py --timeout 3000
+
+# A thousand jobs with ten thousand pods on nodes that KWOK plays; written to docs/scale.md. Fails when a goal is missed.
+bench-scale: venv programs
+	PYTHONPATH=tests/chart $(BIN)/python tests/cluster/bench_scale.py
 
 # 200 seeded kills at random moments and at every effect of a commit; the report is printed and written to docs/chaos.md.
 chaos: venv

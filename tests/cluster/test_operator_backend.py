@@ -28,10 +28,11 @@ from stepfast_operator.lease import NotLeading
 from stepfast_operator.observed import AgentState, Committed, WorkerPhase
 from stepfast_operator.record import Cause, CheckpointStatus, Status
 from testcluster.controlplane import KubernetesClient
+from testoperator.connection import connect
 from testoperator.kubelet import READY, SILENT
 from testoperator.polling import until
 from testoperator.running import run_to_end
-from testoperator.world import API, Operation, World, connect, make_namespace, planned
+from testoperator.world import API, Operation, World, make_namespace, planned
 
 CHANGES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 

@@ -13,10 +13,11 @@ from stepfast.kube import Kube
 from stepfast_operator import lease as module
 from stepfast_operator.lease import Lease, NotLeading
 from testcluster.controlplane import KubernetesClient
+from testoperator.connection import connect
 from testoperator.polling import until
 from testoperator.running import run_to_end
 from testoperator.wire import Wire
-from testoperator.world import connect, make_namespace
+from testoperator.world import make_namespace
 
 
 @pytest.fixture(autouse=True)

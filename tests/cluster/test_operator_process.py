@@ -20,12 +20,11 @@ from testchart import chart
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testoperator.polling import until
 from testoperator.process import OperatorProcess, kubeconfig_of, operator_process
+from testoperator.rights import ACCOUNT, grant
 from testoperator.running import run_to_end
 from testoperator.world import World, manifest
 
-RIGHTS = frozenset({"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"})
 SERVER_SECONDS = 300
-ACCOUNT = f"system:serviceaccount:{chart.NAMESPACE}:{chart.OPERATOR}"
 Events = list[dict[str, Any]]
 
 
@@ -143,15 +142,6 @@ def test_rights_of_the_chart_are_enough_and_sigterm_ends_it_in_order(
         assert "PodsCreated" in described
 
     play(audited_api, scenario)
-
-
-def grant(api: KubernetesClient, folder: Path, values: dict[str, Any]) -> None:
-    """The operator's rights as the chart renders them, and nothing else of the chart."""
-    documents = chart.render(api, folder, chart.with_storage(values))
-    rights = [one for one in documents if one["kind"] in RIGHTS and one["metadata"]["name"].startswith(chart.OPERATOR)]
-    api.kubectl("delete", "clusterrole,clusterrolebinding", "-l", "app.kubernetes.io/component=operator")
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": chart.NAMESPACE}}
-    api.apply(namespace, *rights)
 
 
 async def may_create_pods(world: World) -> bool:

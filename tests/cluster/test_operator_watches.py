@@ -26,10 +26,11 @@ from testcluster.binaries import Binaries
 from testcluster.claim import Claim
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testcluster.fixtures import loudly
+from testoperator.connection import connect
 from testoperator.polling import until
 from testoperator.running import run_to_end
 from testoperator.wire import Wire
-from testoperator.world import API, World, connect, make_namespace
+from testoperator.world import API, World, make_namespace
 
 Mirror = Reflector[str, str]
 

@@ -15,7 +15,7 @@ from stepfast_operator.record import (
     Status,
     TrainerStatus,
 )
-from stepfast_operator.writepace import PROGRESS_SECONDS, WritePace
+from stepfast_operator.writepace import PROGRESS_SECONDS, WritePace, progress_seconds
 
 CURRENT = Attempt(attempt=1, run="u-1", resume_step=0, planned_time=1.0, first_step=1)
 STATUS = Status(state=State.RUNNING, attempt=1, current=CURRENT)
@@ -92,3 +92,15 @@ def test_what_decides_is_written_at_once_with_the_progress_that_was_held_back(ch
     assert pace.is_due(decided, 100.2)
     pace.note_written(decided, 100.2)
     assert pace.wait_seconds(100.2) is None
+
+
+def test_the_more_jobs_there_are_the_more_seldom_each_ones_progress_is_written() -> None:
+    assert progress_seconds(1) == progress_seconds(100) == PROGRESS_SECONDS
+    assert [1000 / progress_seconds(1000), 10_000 / progress_seconds(10_000)] == [50, 50], "writes a second, of all"
+    pace = paced()
+    pace.progress_seconds = 20.0
+    assert not pace.is_due(with_current(newest_step=5)(STATUS), 119.0)
+    assert pace.wait_seconds(119.0) == pytest.approx(1.0)
+    assert pace.held_back(119.0) is None
+    assert pace.held_back(120.0) is not None
+    assert pace.is_due(replace(STATUS, state=State.RESTARTING), 119.0), "all else is written at once"

@@ -49,6 +49,7 @@ class Operator:
             agent_namespace=settings.namespace,
             wake_uid=self.jobs.wake,
             wake_job=self.jobs.wake_job,
+            wake_later=self.jobs.wake_job_later,
         )
         self._lease = Lease(kube, settings.namespace, settings.identity)
         self._events = EventLog(kube, settings.identity)

@@ -53,6 +53,22 @@ def job_key_of(document: JSON) -> JobKey:
     return JobKey(namespace=metadata["namespace"], name=metadata["name"])
 
 
+def trimmed(document: JSON) -> JSON:
+    """What is looked at of a TrainingJob: who wrote which field takes more room than all else."""
+    metadata = {key: value for key, value in document["metadata"].items() if key != "managedFields"}
+    return {**document, "metadata": metadata}
+
+
+def has_news(old: JSON, new: JSON) -> bool:
+    """Whether anybody but the operator, which alone writes the status, has changed the job."""
+    return _told(old) != _told(new)
+
+
+def _told(document: JSON) -> tuple[JSON, JSON]:
+    metadata = {key: value for key, value in document["metadata"].items() if key != "resourceVersion"}
+    return document.get("spec"), metadata
+
+
 def parse_job(document: JSON) -> ClusterJob:
     """Raises SpecError naming a field that the API server let pass."""
     notes = document["metadata"].get("annotations") or {}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from stepfast.kube import Kube
+from stepfast.nodestatus import JobStatus, RankStatus
 from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.cache import Reflector
@@ -40,7 +41,9 @@ class _Watched(Protocol):
 
 
 class ClusterView:
-    """Pods of gangs, nodes, reports, agents. `wake` is called with the job (by uid or by name) that may look anew."""
+    """Pods of gangs, nodes, reports, agents. `wake_…` is called with the job (by uid or by name) that may look anew;
+    `wake_later` when a report tells of nothing but progress, which may wait.
+    """
 
     def __init__(
         self,
@@ -50,9 +53,12 @@ class ClusterView:
         agent_namespace: str,
         wake_uid: Callable[[str], None],
         wake_job: Callable[[JobKey], None],
+        wake_later: Callable[[JobKey], None],
     ) -> None:
-        self._wake_uid, self._wake_job = wake_uid, wake_job
+        self._wake_uid, self._wake_job, self._wake_later = wake_uid, wake_job, wake_later
         self._pods_by_job: dict[str, dict[tuple[str, str], PodView]] = defaultdict(dict)
+        # A node that is lost takes many others along: nothing walks over all jobs then.
+        self._pods_by_node: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)  # the jobs' uids
         self._nodes_by_job: dict[JobKey, set[str]] = defaultdict(set)
         self.leaving = set[str]()  # nodes that the cloud is about to take away
         self._agents_by_node: dict[str, dict[str, AgentView]] = defaultdict(dict)
@@ -132,21 +138,33 @@ class ClusterView:
         if new is not None:
             self._pods_by_job[new.job_uid][new.key] = new
             self._wake_uid(new.job_uid)
+        self._place(old, new)
+
+    def _place(self, old: PodView | None, new: PodView | None) -> None:
+        if old is not None and old.node is not None and (new is None or new.node != old.node):
+            del self._pods_by_node[old.node][old.key]
+            if not self._pods_by_node[old.node]:
+                del self._pods_by_node[old.node]
+        if new is not None and new.node is not None:
+            self._pods_by_node[new.node][new.key] = new.job_uid
 
     def _on_node(self, old: NodeView | None, new: NodeView | None) -> None:
         name = (new or old).name  # type: ignore[union-attr] # one of them is there
         if _health(old) == _health(new):
             return
         self._wake_those_on(name)
-        for job, nodes in self._nodes_by_job.items():
-            if name in nodes:
-                self._wake_job(job)
+        self._wake_reported(name)
 
     def _wake_those_on(self, node: str) -> None:
         """The jobs with pods there."""
-        for uid, pods in self._pods_by_job.items():
-            if any(pod.node == node for pod in pods.values()):
-                self._wake_uid(uid)
+        for uid in set(self._pods_by_node.get(node, {}).values()):
+            self._wake_uid(uid)
+
+    def _wake_reported(self, node: str) -> None:
+        """The jobs that the node's agent tells of."""
+        report = self.reports.get(node)
+        for job in jobs_of(report) if report is not None else ():
+            self._wake_job(job)
 
     def _on_report(self, old: NodeReport | None, new: NodeReport | None) -> None:
         before = jobs_of(old) if old is not None else frozenset()
@@ -161,8 +179,10 @@ class ClusterView:
         self._take_notice(name, old, new)
         acted = old is None or new is None or old.observed_generation != new.observed_generation
         for job in before | after:
-            if acted or _told(old, job) != _told(new, job):
+            if acted or _news(old, job) != _news(new, job):
                 self._wake_job(job)
+            elif _told(old, job) != _told(new, job):
+                self._wake_later(job)
 
     def _take_notice(self, name: str, old: NodeReport | None, new: NodeReport | None) -> None:
         """That the node is about to be taken away, or is not any more: also for pods without a rank yet."""
@@ -183,9 +203,8 @@ class ClusterView:
                 agents[view.pod] = view
             else:
                 agents.pop(view.pod, None)
-        for job, nodes in self._nodes_by_job.items():
-            if any(view is not None and view.node in nodes for view in (old, new)):
-                self._wake_job(job)
+        for node in {view.node for view in (old, new) if view is not None and view.node is not None}:
+            self._wake_reported(node)
 
 
 def _health(node: NodeView | None) -> object:
@@ -195,8 +214,26 @@ def _health(node: NodeView | None) -> object:
     return [(condition.type, condition.status) for condition in node.conditions]
 
 
-def _told(report: NodeReport | None, job: JobKey) -> list[object]:
+def _told(report: NodeReport | None, job: JobKey) -> list[JobStatus]:
     return [] if report is None else [status for status in report.jobs if status.job == job]
+
+
+def _news(report: NodeReport | None, job: JobKey) -> list[object]:
+    """Of what the report tells of the job, all that somebody may wait for: without the steps that ranks make and hold
+    one after another.
+    """
+    return [
+        (
+            status.run, status.world_size, status.latest_persisted_step, status.pending_bytes, status.pending_steps,
+            status.persist_error, status.final_step, [_rank_news(rank) for rank in status.ranks],
+        )
+        for status in _told(report, job)
+    ]  # fmt: skip
+
+
+def _rank_news(rank: RankStatus) -> tuple[object, ...]:
+    has_step = rank.global_step is not None
+    return rank.rank, rank.joined_time, rank.alive, rank.clean, rank.restored_step, rank.restored_time, has_step
 
 
 def _pod_paths(namespaces: Sequence[str]) -> dict[str, str]:

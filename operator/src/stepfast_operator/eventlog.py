@@ -17,7 +17,7 @@ from stepfast_operator.reconcile import Pass
 
 log = logging.getLogger(__name__)
 
-_QUEUE = 10_000
+_QUEUES, _QUEUE = 8, 1250
 # The API server's own limits.
 _MESSAGE_BYTES = 1024
 _INSTANCE_BYTES = 128
@@ -32,11 +32,13 @@ class _Posting:
 
 
 class EventLog:
-    """A queue and the task that empties it."""
+    """Queues, each with a task that empties it: several, for an API server may take long to answer, and a job's Events
+    all in one, so that they stay in their order.
+    """
 
     def __init__(self, kube: Kube, identity: str) -> None:
         self._kube, self._identity = kube, identity
-        self._queue: asyncio.Queue[_Posting] = asyncio.Queue(_QUEUE)
+        self._queues: list[asyncio.Queue[_Posting]] = [asyncio.Queue(_QUEUE) for _ in range(_QUEUES)]
         self._said: dict[tuple[str, str], float] = {}  # errors, and when
 
     def tell(self, job: JSON, seen: Pass) -> None:
@@ -55,21 +57,26 @@ class EventLog:
 
     async def run(self) -> None:
         """Posts what is queued until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for queue in self._queues:
+                group.create_task(self._empty(queue), name="post Events")
+
+    async def _empty(self, queue: asyncio.Queue[_Posting]) -> None:
         while True:
-            posting = await self._queue.get()
+            posting = await queue.get()
             try:
                 await self._post(posting)
             except KubeError as error:
                 log.warning("an Event was not posted: %s: %s", posting.body["reason"], error)
-            self._queue.task_done()
+            queue.task_done()
 
     async def drain(self, timeout_seconds: float) -> None:
         """Waits until what is queued is posted."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                await self._queue.join()
+                await asyncio.gather(*(queue.join() for queue in self._queues))
         except TimeoutError:
-            log.warning("%d Events were not posted", self._queue.qsize())
+            log.warning("%d Events were not posted", sum(queue.qsize() for queue in self._queues))
 
     async def _post(self, posting: _Posting) -> None:
         for attempt in range(_TRIES):
@@ -107,7 +114,8 @@ class EventLog:
             "count": 1,
         }
         try:
-            self._queue.put_nowait(_Posting(namespace=metadata["namespace"], body=body))
+            queue = self._queues[hash(metadata["uid"]) % _QUEUES]
+            queue.put_nowait(_Posting(namespace=metadata["namespace"], body=body))
         except asyncio.QueueFull:
             log.warning("too many Events: %s of %s was left out", reason, metadata["name"])
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 
 from stepfast.errors import SpecError, StepfastError
 from stepfast.kube import Conflict, NotFound
@@ -23,6 +25,8 @@ from stepfast_operator.metrics import Metrics
 from stepfast_operator.reconcile import Pass, reconcile
 from stepfast_operator.record import State, Status
 from stepfast_operator.status import refuse
+from stepfast_operator.turns import Turn
+from stepfast_operator.writepace import progress_seconds
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ _LONGEST_WAIT_SECONDS = 30.0
 _FIRST_PAUSE_SECONDS = 0.2
 _LEAST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
+_COUNT_SECONDS = 1.0
+_UNHURRIED_SECONDS = 5.0  # whoever wants to be looked at again no sooner does not mind a little later
 
 
 class Jobs:
@@ -42,6 +48,7 @@ class Jobs:
         self._cluster: Cluster | None = None
         self._events: EventLog | None = None
         self._waiting: dict[str, JSON] = {}  # seen before everything else was read
+        self._under_way, self._counted_time = 0, -math.inf
 
     def start(self, cluster: Cluster, events: EventLog) -> None:
         """From here on jobs are reconciled: all that a decision looks at has been read, and the Lease is ours."""
@@ -52,13 +59,16 @@ class Jobs:
 
     def take(self, document: JSON) -> None:
         """A TrainingJob that is there, as it is now."""
+        document = clusterjob.trimmed(document)
         uid = document["metadata"]["uid"]
         if self._cluster is None or self._events is None:
             self._waiting[uid] = document
             return
         loop = self._loops.get(uid)
         if loop is None:
-            loop = self._loops[uid] = JobLoop(self._cluster, self._events, self._metrics, document)
+            loop = self._loops[uid] = JobLoop(
+                self._cluster, self._events, self._metrics, document, self._progress_seconds
+            )
             self._uids[clusterjob.job_key_of(document)] = uid
             loop.task = asyncio.create_task(loop.run(), name=f"job {uid}")
         loop.take(document)
@@ -81,6 +91,18 @@ class Jobs:
     def wake_job(self, job: JobKey) -> None:
         self.wake(self._uids.get(job, ""))
 
+    def wake_job_later(self, job: JobKey) -> None:
+        """Nothing but progress is to be seen of it."""
+        if (loop := self._loops.get(self._uids.get(job, ""))) is not None:
+            loop.wake_later()
+
+    def _progress_seconds(self) -> float:
+        """How often a job's progress is looked at, by how many jobs make any."""
+        now = time.monotonic()
+        if now - self._counted_time > _COUNT_SECONDS:
+            self._under_way, self._counted_time = sum(not loop.is_over for loop in self._loops.values()), now
+        return progress_seconds(self._under_way)
+
     def is_under_way(self, job: JobKey) -> bool:
         """Whether there is such a job, and anything is still to be done for it: also while it is being suspended."""
         loop = self._loops.get(self._uids.get(job, ""))
@@ -101,10 +123,24 @@ class Jobs:
 class JobLoop:
     """One job's task. `status` is what is written, or about to be; nobody else writes it (I8)."""
 
-    def __init__(self, cluster: Cluster, events: EventLog, metrics: Metrics, document: JSON) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        events: EventLog,
+        metrics: Metrics,
+        document: JSON,
+        progress_seconds: Callable[[], float],
+    ) -> None:
         self._cluster, self._events, self._metrics = cluster, events, metrics
+        self._progress_seconds = progress_seconds
+        self._looked_time = -math.inf
+        self._later: asyncio.TimerHandle | None = None
+        self._is_read = False  # its status
+        # More is due than progress: something happened, or the last look wanted another one soon.
+        self._is_urgent, self._due_time = True, -math.inf
+        self._turn = Turn()
         self.key = clusterjob.job_key_of(document)
-        self._document = document
+        self._replace(document)
         self._backend: KubernetesBackend | None = None
         self._changed = asyncio.Event()
         self._failures = 0
@@ -117,24 +153,48 @@ class JobLoop:
         return self.status.is_terminal or self.status.state is State.SUSPENDED
 
     def take(self, document: JSON) -> None:
-        self._document = document
+        """The job as it is now. What the operator itself has written wakes nobody."""
+        if self._is_read and not clusterjob.has_news(self._document, document):
+            self._document["metadata"]["resourceVersion"] = document["metadata"]["resourceVersion"]
+            return
+        self._replace(document)
         self.wake()
 
+    def _replace(self, document: JSON) -> None:
+        # The status is read once, and is our own word from then on.
+        self._document = {key: value for key, value in document.items() if key != "status"}
+        self._written = document.get("status") if not self._is_read else None
+        self._wanted: tuple[ClusterJob, SpecError | None] | None = None  # what the document asks for, once it was read
+
     def wake(self) -> None:
+        self._is_urgent = True
+        self._turn.hurry()
         self._changed.set()
         if self._backend is not None:
             self._backend.changed.set()
 
+    def wake_later(self) -> None:
+        """So that its progress is looked at as often as is due."""
+        if self._later is None:
+            wait = max(0.0, self._looked_time + self._progress_seconds() - time.monotonic())
+            self._later = asyncio.get_running_loop().call_later(wait, self._changed.set)
+
     async def run(self) -> None:
         """Until cancelled."""
-        is_read = False
+        try:
+            await self._run()
+        finally:
+            self._note_look()
+
+    async def _run(self) -> None:
         while True:
-            self._changed.clear()
             try:
-                if not is_read:
-                    self.status = clusterjob.status_of(self._document)
-                    is_read = True
-                wait = await self._pass()
+                async with self._in_turn() as turn:
+                    self._note_look()
+                    if not self._is_read:
+                        self.status = clusterjob.status_of({"status": self._written})
+                        self._is_read, self._written = True, None
+                    wait = await self._pass(turn)
                 self._failures = 0
             except NotFound:
                 wait = _LONGEST_WAIT_SECONDS  # it was deleted just now: its end is on its way to us
@@ -150,13 +210,38 @@ class JobLoop:
                 log.exception("%s: a mistake of the operator's", self.key)
                 wait = self._pause(error)
                 await asyncio.sleep(min(wait, _LEAST_PAUSE_SECONDS))
-            await _until(self._changed, wait)
+            await self._until(wait)
 
-    async def _pass(self) -> float:
+    def _note_look(self) -> None:
+        """What was to be looked at later is seen now."""
+        self._changed.clear()
+        self._is_urgent, self._due_time = False, -math.inf  # a look that fails is repeated as soon as may be
+        self._looked_time = time.monotonic()
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+
+    async def _until(self, seconds: float) -> None:
+        """Returns when there is something to look at, in so many seconds at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, seconds)):  # `wait_for` may swallow a cancellation (CPython 86296)
+                await self._changed.wait()
+        self._is_urgent = self._is_urgent or self._due_time <= time.monotonic()
+
+    @asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[Turn]:
+        begin = time.perf_counter()
+        self._turn = self._cluster.turns.ask(is_urgent=self._is_urgent)
+        async with self._turn as turn:
+            self._metrics.waited(time.perf_counter() - begin)
+            yield turn
+
+    async def _pass(self, turn: Turn) -> float:
         """One look; returns how long at most to wait for the next one."""
         job, refused = self._read()
         backend = self._backend = self._backend or KubernetesBackend(self._cluster, job)
         backend.take(job)
+        backend.turn, backend.pace.progress_seconds = turn, self._progress_seconds()
         if refused is not None:
             await self._refuse(refused)
         elif not job.is_deleted:
@@ -175,19 +260,23 @@ class JobLoop:
         if job.is_deleted and self.is_over and not backend.is_alive:
             await self._let_go(job)
         await backend.write_held_back()
-        waits = (_LONGEST_WAIT_SECONDS, seen.decision.requeue_seconds, backend.held_back_seconds())
+        due = seen.decision.requeue_seconds
+        self._due_time = time.monotonic() + due if due is not None and due < _UNHURRIED_SECONDS else math.inf
+        waits = (_LONGEST_WAIT_SECONDS, due, backend.held_back_seconds())
         return min(wait for wait in waits if wait is not None)
 
     def _read(self) -> tuple[ClusterJob, SpecError | None]:
         """The job as it is now; one whose spec makes no sense without it, and why: what was launched of it is to end,
         and it is to go when somebody deletes it.
         """
-        try:
-            job = clusterjob.parse_job(self._document)
-            check_storage(self._cluster, job)
-        except SpecError as error:
-            return clusterjob.unreadable_job(self._document), error
-        return job, None
+        if self._wanted is None:
+            try:
+                job = clusterjob.parse_job(self._document)
+                check_storage(self._cluster, job)
+                self._wanted = job, None
+            except SpecError as error:
+                self._wanted = clusterjob.unreadable_job(self._document), error
+        return self._wanted
 
     async def _refuse(self, error: SpecError) -> None:
         """The API server let a spec pass that makes no sense, or refuses the pods that follow from it."""
@@ -213,7 +302,7 @@ class JobLoop:
         metadata = {"finalizers": list(names), "resourceVersion": self._document["metadata"]["resourceVersion"]}
         document = await self._cluster.kube.patch(job.path, {"metadata": metadata})
         if document["metadata"].get("finalizers") or not job.is_deleted:
-            self._document = document
+            self._replace(clusterjob.trimmed(document))
 
     def _tell(self, seen: Pass) -> None:
         self._metrics.observe(seen)
@@ -227,14 +316,3 @@ class JobLoop:
         log.warning("%s is looked at again in %.1f s: %s", self.key, wait, error)
         self._events.tell_error(self._document, error)
         return wait
-
-
-async def _until(changed: asyncio.Event, seconds: float) -> None:
-    if seconds <= 0:
-        await asyncio.sleep(0)
-        return
-    try:
-        async with asyncio.timeout(seconds):  # `wait_for` may swallow a cancellation (CPython issue 86296)
-            await changed.wait()
-    except TimeoutError:
-        return

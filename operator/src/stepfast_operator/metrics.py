@@ -51,6 +51,12 @@ class Metrics:
             buckets=_RECONCILE_SECONDS,
             registry=self.registry,
         )
+        self._waits = Histogram(
+            "stepfast_reconcile_wait_seconds",
+            "Until a job that was to be looked at had its turn.",
+            buckets=_RECONCILE_SECONDS,
+            registry=self.registry,
+        )
         self._errors = Counter(
             "stepfast_reconcile_errors", "Looks at a job that ended in an error.", registry=self.registry
         )
@@ -74,6 +80,9 @@ class Metrics:
 
     def reconciled(self, seconds: float) -> None:
         self._passes.observe(seconds)
+
+    def waited(self, seconds: float) -> None:
+        self._waits.observe(seconds)
 
     def failed(self) -> None:
         self._errors.inc()

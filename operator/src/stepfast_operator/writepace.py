@@ -1,5 +1,5 @@
-"""How often a job's status is written: at once whatever a decision depends on, progress alone now and then. Pure: time
-is an argument.
+"""How often a job's status is written: at once whatever a decision depends on, progress alone now and then, and the
+more seldom the more jobs there are: an API server is to bear all of them. Pure: time is an argument.
 
 An operator that is killed loses no more than the progress of the last moments, which the agents tell again.
 """
@@ -11,6 +11,12 @@ from dataclasses import replace
 from stepfast_operator.record import SavesStatus, Status, TrainerStatus
 
 PROGRESS_SECONDS = 2.0
+_PROGRESS_A_SECOND = 50  # of all jobs
+
+
+def progress_seconds(jobs: int) -> float:
+    """How often to look after a job's progress, and to write it down, when there are so many."""
+    return max(PROGRESS_SECONDS, jobs / _PROGRESS_A_SECOND)
 
 
 class WritePace:
@@ -20,13 +26,14 @@ class WritePace:
         self._written: Status | None = None
         self._written_time = 0.0
         self._held_back: Status | None = None
+        self.progress_seconds = PROGRESS_SECONDS
 
     def is_due(self, status: Status, now: float) -> bool:
         """Whether that status is to be written now; if not, it is held back."""
         written = self._written
         if written is None or without_progress(status) != without_progress(written):
             return True
-        if now - self._written_time >= PROGRESS_SECONDS:
+        if now - self._written_time >= self.progress_seconds:
             return True
         self._held_back = status
         return False
@@ -36,11 +43,11 @@ class WritePace:
 
     def held_back(self, now: float) -> Status | None:
         """What was held back, once it is due."""
-        return self._held_back if now - self._written_time >= PROGRESS_SECONDS else None
+        return self._held_back if now - self._written_time >= self.progress_seconds else None
 
     def wait_seconds(self, now: float) -> float | None:
         """When what is held back is due; None when nothing is."""
-        return None if self._held_back is None else max(0.0, self._written_time + PROGRESS_SECONDS - now)
+        return None if self._held_back is None else max(0.0, self._written_time + self.progress_seconds - now)
 
 
 def without_progress(status: Status) -> Status:

@@ -24,9 +24,12 @@ SOURCES = Path(__file__).resolve().parent.parent
 KUEUE, KUEUE_MODULE = SOURCES / "kueue", "sigs.k8s.io/kueue"
 POD_GROUPS = SOURCES / "podgroups"
 VOLCANO_TYPES, COSCHEDULING_MODULE = "volcano.sh/apis/pkg/apis/scheduling/v1beta1", "sigs.k8s.io/scheduler-plugins"
+KWOK = SOURCES / "kwok"
 KUBE_NAMES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl")
 CLIENTS = ("kubectl", "helm")  # any version that is installed will do
 GO_VERSION = (1, 26)  # what helm's module asks for
+# The stages of KWOK's own module that its nodes and pods go through: pods run once they are bound, and end at once.
+KWOK_MODULE, KWOK_STAGES = "sigs.k8s.io/kwok", ("node/fast", "node/heartbeat-with-lease", "pod/fast")
 # Without these helm takes itself for one of Kubernetes 1.20 when it has no cluster to ask.
 HELM_LINKER = "-X helm.sh/helm/v3/pkg/chartutil.k8sVersionMajor=1 -X helm.sh/helm/v3/pkg/chartutil.k8sVersionMinor=35"
 BUILD = ("build", "-mod=readonly", "-trimpath")
@@ -76,6 +79,15 @@ class Binaries:
             Unavailable: as `find`.
         """
         return cls(folders=(_built_pod_group_crds(),))
+
+    @classmethod
+    def find_with_kwok(cls) -> Binaries:
+        """All of `find`, and KWOK with its `kwok-stages.yaml`: built only when somebody asks for so many nodes.
+
+        Raises:
+            Unavailable: as `find`.
+        """
+        return cls(folders=(_built(), _built_kwok()))
 
     @classmethod
     def find_for_api_server(cls) -> Binaries:
@@ -128,6 +140,10 @@ def _built_pod_group_crds() -> Path:
     return _cached(
         cache_folder() / f"podgroups-{_digest((BUILD_ENVIRONMENT, VOLCANO_TYPES), [POD_GROUPS])}", _build_pod_group_crds
     )
+
+
+def _built_kwok() -> Path:
+    return _cached(cache_folder() / f"kwok-{_digest((BUILD, BUILD_ENVIRONMENT, KWOK_STAGES), [KWOK])}", _build_kwok)
 
 
 def _cached(folder: Path, build: Callable[[str, Path], None]) -> Path:
@@ -191,6 +207,13 @@ def _run_go(go: str, module: Path, *arguments: str) -> str:
     if result.returncode:
         raise Unavailable(f"go {' '.join(arguments)} failed: {result.stderr[-3000:]}")
     return result.stdout
+
+
+def _build_kwok(go: str, folder: Path) -> None:
+    _compile(go, KWOK, folder / "kwok", f"{KWOK_MODULE}/cmd/kwok")
+    stages = _module(go, KWOK, KWOK_MODULE) / "kustomize" / "stage"
+    files = [path for kind in KWOK_STAGES for path in sorted((stages / kind).glob("[!k]*.yaml"))]  # no kustomization
+    (folder / "kwok-stages.yaml").write_text("\n---\n".join(path.read_text() for path in files))
 
 
 def _compile(go: str, module: Path, target: Path, package: str, linker: str = "") -> None:

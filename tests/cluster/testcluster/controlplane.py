@@ -31,6 +31,13 @@ rules:
   resources: [{group: "", resources: [pods/status]}]
 - level: Metadata
 """
+# Who asked for what, and no bodies: those of ten thousand pods would be the machine's main work.
+REQUESTS_ALONE = """\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules: [{level: Metadata}]
+"""
 DNS_CONFIGURATION = """\
 .:53 {{
   bind {bridge}
@@ -87,11 +94,14 @@ class KubernetesClient:
 
 
 class ApiServer(KubernetesClient):
-    """etcd and the API server, in one claim."""
+    """etcd and the API server, in one claim; controllers and the scheduler, for those who start them."""
 
-    def __init__(self, claim: Claim, binaries: Binaries, *, address: str | None = None) -> None:
+    def __init__(
+        self, claim: Claim, binaries: Binaries, *, address: str | None = None, audit_policy: str = AUDIT_POLICY
+    ) -> None:
         """`address`: where the API server listens; the claim's loopback address unless pods are to reach it."""
         self.claim = claim
+        self._audit_policy = audit_policy
         self.address = address or claim.addresses.loopback
         self.credentials = Credentials(claim.folder / "credentials", address=self.address)
         super().__init__(self.credentials.kubeconfig(ADMIN), binaries)
@@ -134,7 +144,7 @@ class ApiServer(KubernetesClient):
 
     def _start_api_server(self) -> None:
         policy = self.claim.folder / "audit-policy.yaml"
-        policy.write_text(AUDIT_POLICY)
+        policy.write_text(self._audit_policy)
         path = self.credentials.path
         self.claim.spawn("kube-apiserver", [
             self.binaries.path("kube-apiserver"),
@@ -152,6 +162,25 @@ class ApiServer(KubernetesClient):
             f"--audit-policy-file={policy}", f"--audit-log-path={self.audit_log}",
             # A test that reads the log after an answer finds its request there.
             "--audit-log-mode=blocking-strict",
+            "--audit-log-maxsize=100000",  # MB: by default a hundred are kept, and who reads on reads another file
+        ])  # fmt: skip
+
+    def start_scheduler(self, *options: str) -> None:
+        """Its identity, SCHEDULER, was given to `start`."""
+        kubeconfig = self.credentials.kubeconfig(SCHEDULER)
+        self.claim.spawn("kube-scheduler", [
+            self.binaries.path("kube-scheduler"), "--kubeconfig", kubeconfig, "--leader-elect=false",
+            "--secure-port=0", f"--authentication-kubeconfig={kubeconfig}", f"--authorization-kubeconfig={kubeconfig}",
+            *options,
+        ])  # fmt: skip
+
+    def start_controllers(self, *options: str) -> None:
+        """Their identity, CONTROLLERS, was given to `start`."""
+        self.claim.spawn("kube-controller-manager", [
+            self.binaries.path("kube-controller-manager"), "--kubeconfig", self.credentials.kubeconfig(CONTROLLERS),
+            "--service-account-private-key-file", self.credentials.path("accounts.key"),
+            "--root-ca-file", self.credentials.authority, "--use-service-account-credentials",
+            "--leader-elect=false", "--secure-port=0", "--allocate-node-cidrs=false", *options,
         ])  # fmt: skip
 
 
@@ -164,25 +193,10 @@ class ControlPlane(ApiServer):
 
     def start(self, identities: Sequence[Identity] = ()) -> None:
         super().start([CONTROLLERS, SCHEDULER, PROXY, DNS, *identities])
-        self._start_controllers()
+        grace = f"--node-monitor-grace-period={self._node_grace_seconds}s"
+        self.start_controllers(grace, "--node-monitor-period=1s")
         self.start_scheduler()
         self._start_dns()
-
-    def start_scheduler(self) -> None:
-        kubeconfig = self.credentials.kubeconfig(SCHEDULER)
-        self.claim.spawn("kube-scheduler", [
-            self.binaries.path("kube-scheduler"), "--kubeconfig", kubeconfig, "--leader-elect=false",
-            "--secure-port=0", f"--authentication-kubeconfig={kubeconfig}", f"--authorization-kubeconfig={kubeconfig}",
-        ])  # fmt: skip
-
-    def _start_controllers(self) -> None:
-        self.claim.spawn("kube-controller-manager", [
-            self.binaries.path("kube-controller-manager"), "--kubeconfig", self.credentials.kubeconfig(CONTROLLERS),
-            "--service-account-private-key-file", self.credentials.path("accounts.key"),
-            "--root-ca-file", self.credentials.authority, "--use-service-account-credentials",
-            "--leader-elect=false", "--secure-port=0", "--allocate-node-cidrs=false",
-            f"--node-monitor-grace-period={self._node_grace_seconds}s", "--node-monitor-period=1s",
-        ])  # fmt: skip
 
     def _start_dns(self) -> None:
         corefile = self.claim.folder / "Corefile"

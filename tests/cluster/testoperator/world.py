@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from kubernetes.aio import client, config
 
 from backendcontract import DictStore
 from stepfast.kube import AlreadyExists, Kube
@@ -21,9 +20,10 @@ from stepfast_operator.clusterjob import ClusterJob, parse_job, status_of
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.eventlog import EventLog
 from stepfast_operator.jobs import Jobs
-from stepfast_operator.lease import PATIENCE, Lease
+from stepfast_operator.lease import Lease
 from stepfast_operator.metrics import Metrics
 from stepfast_operator.record import Attempt, Status
+from testoperator.connection import connect
 from testoperator.kubelet import Kubelets
 from testoperator.polling import DEADLINE_SECONDS
 
@@ -32,15 +32,6 @@ WAITS_FOR_NOTHING = {
     "failurePolicy": {"backoff": {"baseSeconds": 0}, "flushTimeoutSeconds": 0},
 }
 API = "/apis/stepfast.dev/v1alpha1"
-
-
-async def connect(kubeconfig: Path, kind: type[Kube] = Kube, *, server: str | None = None) -> Kube:
-    """As the user of that file; `server` is an address in place of the file's."""
-    configuration = client.Configuration()
-    await config.load_kube_config(str(kubeconfig), client_configuration=configuration)  # type: ignore[no-untyped-call] # theirs
-    if server is not None:
-        configuration.host = server
-    return kind(configuration, PATIENCE)
 
 
 async def make_namespace(kube: Kube) -> str:
@@ -152,6 +143,7 @@ class Operation:
             agent_namespace=world.namespace,
             wake_uid=self._wake,
             wake_job=self.jobs.wake_job,
+            wake_later=self.jobs.wake_job_later,
         )
         self.lease = Lease(kube, world.namespace, identity)
         self.requests = Requests(kube, self.view.reports.get, self.jobs.is_under_way)
@@ -159,10 +151,9 @@ class Operation:
         def open_store(uri: str) -> Store:
             return world.store  # type: ignore[return-value] # as much as is needed of one
 
-        extra = {} if clock is None else {"clock": clock}
         self.cluster = Cluster(
             kube=kube, view=self.view, requests=self.requests, lease=self.lease, storage_root="",
-            open_store=open_store, began_time=0.0, **extra,
+            open_store=open_store, began_time=0.0, clock=clock or time.time,
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stepfast.errors import SpecError
 from stepfast.kube import AlreadyExists, InvalidObject, Kube, KubeError, KubeUnavailable, PatchKind
@@ -31,7 +31,7 @@ from stepfast_operator.backends.requests import Ask, Request, Requests, is_await
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.document import JSON, decode, encode
-from stepfast_operator.lease import Lease, NotLeading
+from stepfast_operator.lease import Lease
 from stepfast_operator.manifests import Owner
 from stepfast_operator.names import is_run_of
 from stepfast_operator.observed import (
@@ -50,11 +50,11 @@ from stepfast_operator.podview import PodView
 from stepfast_operator.policies import exclusion, memory
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
 from stepfast_operator.room import room_of
+from stepfast_operator.turns import Turn, Turns
 from stepfast_operator.workers import had_ranks, previous_nodes, workers_of
 from stepfast_operator.writepace import WritePace
 
 _KILL_GRACE_SECONDS = 1  # the least that still waits for the kubelet's word; none at all would only delete the record
-_PARALLEL = 40
 _GONE_SECONDS = 5.0
 # A pod's own end comes with its exit code a second or two later than the agent's word that a rank is gone.
 _DEAD_RANK_PATIENCE_SECONDS = 8.0
@@ -86,6 +86,7 @@ class Cluster:
     open_store: Callable[[str], Store]
     began_time: float
     clock: Callable[[], float] = time.time
+    turns: Turns = field(default_factory=Turns)
 
 
 class KubernetesBackend:
@@ -94,13 +95,14 @@ class KubernetesBackend:
     def __init__(self, cluster: Cluster, job: ClusterJob) -> None:
         self._cluster, self._kube, self._view, self._lease = cluster, cluster.kube, cluster.view, cluster.lease
         self.changed = asyncio.Event()  # set by whoever sees a change of what is observed here
+        self.turn = Turn()  # of the look that is under way
         self.take(job)
         self._asked: dict[str, int] = {}  # by node: the generation from which on its report takes in what was asked
         self._asked_to_end: dict[str, int | None] = {}  # pods, by uid, and the grace that they were given
         self._launched_now: Launched | None = None
         self._noted = CheckpointStatus()  # as of the last look
         self._storage: JobStorage | None = None
-        self._pace = WritePace()
+        self.pace = WritePace()
         self._groups = PodGroups(self._kube, self._lease)
 
     def take(self, job: ClusterJob) -> None:
@@ -195,10 +197,11 @@ class KubernetesBackend:
         while living := [pod for pod in self._pods() if pod.run in wanted and pod.is_alive]:
             self.changed.clear()
             self._lease.check()
-            await asyncio.gather(*(self._end(pod, grace) for pod in living))
+            await self._cluster.turns.each(lambda pod: self._end(pod, grace), living)
             left = deadline - time.monotonic()
             if left <= 0:
                 return
+            self.turn.end()
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):  # `wait_for` may swallow a cancellation
                     await self.changed.wait()
@@ -221,23 +224,23 @@ class KubernetesBackend:
 
     async def write_status(self, status: Status) -> None:
         """Progress alone may be held back: whoever asked for this calls `write_held_back` in `held_back_seconds`."""
-        if self._pace.is_due(status, time.monotonic()):
+        if self.pace.is_due(status, time.monotonic()):
             await self._write(status)
 
     async def write_held_back(self) -> None:
         """Writes what was held back, if it is due."""
-        status = self._pace.held_back(time.monotonic())
+        status = self.pace.held_back(time.monotonic())
         if status is not None:
             await self._write(status)
 
     def held_back_seconds(self) -> float | None:
         """When what was held back is due; None when nothing is."""
-        return self._pace.wait_seconds(time.monotonic())
+        return self.pace.wait_seconds(time.monotonic())
 
     async def _write(self, status: Status) -> None:
         begin = time.monotonic()
         await write_status(self._cluster, self._job.path, self._job.uid, status)
-        self._pace.note_written(status, begin)
+        self.pace.note_written(status, begin)
 
     # ------------------------------------------------------------ observing
 
@@ -399,35 +402,28 @@ class KubernetesBackend:
     async def _make_pods(self, launch: LaunchGang, nodes: int) -> None:
         """Makes those that are not there."""
         before = previous_nodes(self._pods(), self._told(), launch.attempt, nodes)
-        gate = asyncio.Semaphore(_PARALLEL)
         pods = [self._pod_of(launch, index, before.get(index)) for index in range(nodes)]
         policy = self._job.spec.pod_group_policy
         if policy is not None:
             pods = await self._groups.enter(self._owner, policy, launch.attempt, pods, self._pods())
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, pod in enumerate(pods):
-                    group.create_task(self._make_pod(launch, pod, gate), name=f"make pod {index}")
-        except* (KubeError, SpecError, NotLeading) as several:
-            raise _first(several) from None
+        await self._cluster.turns.each(lambda pod: self._make_pod(launch, pod), pods)
 
     def _pod_of(self, launch: LaunchGang, index: int, node: str | None) -> JSON:
         uri = self._job_storage().uri
         return manifests.pod_of(self._owner, self._job.spec, launch, index, storage_uri=uri, preferred_node=node)
 
-    async def _make_pod(self, launch: LaunchGang, pod: JSON, gate: asyncio.Semaphore) -> None:
+    async def _make_pod(self, launch: LaunchGang, pod: JSON) -> None:
         path = f"/api/v1/namespaces/{self._job.job.namespace}/pods"
-        async with gate:
-            self._lease.check()
-            try:
-                made = await self._kube.create(path, pod)
-            except AlreadyExists:
-                made = await self._kube.get(f"{path}/{pod['metadata']['name']}")
-                self._check_ours(made)
-            except InvalidObject as error:
-                if launch.attempt > 1 or self._pods():
-                    raise  # such pods were taken before: what refuses them now may change again
-                raise SpecError("spec", f"the API server refuses the pods that follow from it: {error}") from error
+        self._lease.check()
+        try:
+            made = await self._kube.create(path, pod)
+        except AlreadyExists:
+            made = await self._kube.get(f"{path}/{pod['metadata']['name']}")
+            self._check_ours(made)
+        except InvalidObject as error:
+            if launch.attempt > 1 or self._pods():
+                raise  # such pods were taken before: what refuses them now may change again
+            raise SpecError("spec", f"the API server refuses the pods that follow from it: {error}") from error
         self._view.take_pod(made)
 
     def _check_ours(self, document: JSON) -> None:
@@ -458,8 +454,8 @@ class KubernetesBackend:
     async def _clear(self, attempt: int) -> None:
         """Removes the pods of attempts before the last one, whose logs nobody is going to look at."""
         old = [pod for pod in self._pods() if pod.attempt < attempt - 1]
-        await asyncio.gather(
-            *(self._kube.delete(f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", uid=pod.uid) for pod in old)
+        await self._cluster.turns.each(
+            lambda pod: self._kube.delete(f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", uid=pod.uid), old
         )
         if self._job.spec.pod_group_policy is not None:
             await self._groups.clear(self._owner, self._job.spec.pod_group_policy, attempt - 1)
@@ -476,14 +472,6 @@ def check_storage(cluster: Cluster, job: ClusterJob) -> None:
     if not (job.spec.checkpoint.storage_uri or cluster.storage_root):
         reason = "is required: this operator was installed without a storage of its own (storage.uri)"
         raise SpecError("spec.checkpoint.storageUri", reason)
-
-
-def _first(several: BaseExceptionGroup[KubeError | SpecError | NotLeading]) -> BaseException:
-    """One of the errors: pods that are alike are refused for the same reason."""
-    found: BaseException = several
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found
 
 
 async def write_status(cluster: Cluster, path: str, uid: str, status: Status) -> None:

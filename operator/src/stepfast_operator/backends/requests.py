@@ -16,11 +16,11 @@ from stepfast.kube import Invalid, Kube, NotFound
 from stepfast.step import JobKey
 from stepfast_operator.document import JSON
 from stepfast_operator.podview import NodeReport
+from stepfast_operator.turns import AGENT_REQUESTS
 
 log = logging.getLogger(__name__)
 
 NEVER = sys.maxsize  # a generation that no report takes in
-_PARALLEL = 40
 _PATH = "/apis/stepfast.dev/v1alpha1/checkpointnodes"
 
 
@@ -62,6 +62,7 @@ class Requests:
         self, kube: Kube, report_of: Callable[[str], NodeReport | None], is_wanted: Callable[[JobKey], bool]
     ) -> None:
         self._kube, self._report_of, self._is_wanted = kube, report_of, is_wanted
+        self._gate = asyncio.Semaphore(AGENT_REQUESTS)
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._written: dict[str, tuple[int, tuple[JSON, ...]]] = {}  # generation and list, ahead of the watch
         self._refused: set[str] = set()  # nodes whose CheckpointNode took the last request not: said once
@@ -73,10 +74,10 @@ class Requests:
         A request stands until its run is over: asking again changes nothing, and an agent that restarts carries it
         out once more.
         """
-        gate, names = asyncio.Semaphore(_PARALLEL), list(nodes)
+        names = list(nodes)
 
         async def ask(node: str) -> int | None:
-            async with gate:
+            async with self._gate:
                 return await self._ask(node, request)
 
         answers = await asyncio.gather(*map(ask, names), return_exceptions=True)

@@ -1,0 +1,153 @@
+"""What many jobs cost the API server: how much is asked at a time, and what is asked when nothing has changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from stepfast.kube import Kube
+from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
+from stepfast.step import JobKey
+from stepfast_operator.clusterview import ClusterView
+from stepfast_operator.record import State
+from stepfast_operator.turns import AGENT_REQUESTS, POD_REQUESTS, TURNS
+from testcluster.controlplane import KubernetesClient
+from testoperator.connection import connect
+from testoperator.polling import until
+from testoperator.running import run_to_end
+from testoperator.world import Operation, World
+
+CONNECTIONS = 100  # of the client, by its default
+
+
+class Busy(Kube):
+    """Counts requests that are under way together, and changes by what they change."""
+
+    under_way = most = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.changes: Counter[str] = Counter()
+
+    async def _request(self, method: str, path: str, *args: Any, **options: Any) -> Any:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        if method != "GET" and "/leases/" not in path:
+            self.changes[f"{method} {path}"] += 1
+        try:
+            return await super()._request(method, path, *args, **options)
+        finally:
+            self.under_way -= 1
+
+
+def play(api: KubernetesClient, scenario: Callable[[World, Operation, Busy], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World.open(api.kubeconfig) as world:
+            busy = await connect(api.kubeconfig, Busy)
+            assert isinstance(busy, Busy)
+            try:
+                operation = await world.operate(busy, namespaces=[world.namespace])
+                await operation.look_after()
+                await asyncio.wait_for(scenario(world, operation, busy), 90)
+                await operation.close()
+            finally:
+                await busy.close()
+
+    run_to_end(run())
+
+
+def reported(job: JobKey, uid: str, **rank: Any) -> JobStatus:
+    known = RankStatus(
+        rank=0, pid=1, alive=True, clean=False, joined_time=1.0, global_step=5, step_time=7.0, restored_step=0,
+        restored_time=1.5,
+    )  # fmt: skip
+    return JobStatus(
+        job=job, run=f"{uid}-1", world_size=1, ranks=[replace(known, **rank)], saves=SaveStatus(), latest_memory_step=5
+    )
+
+
+def test_many_jobs_at_once_never_need_more_connections_than_there_are(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation, busy: Busy) -> None:
+        number, pods = 30, 10
+        for index in range(number):
+            await world.make_job(f"job-{index}", trainer={"numNodes": pods})
+
+        async def are_made() -> bool:
+            return len(await world.pods()) == number * pods
+
+        await until("all pods are made", are_made)
+        assert busy.most <= TURNS + POD_REQUESTS + AGENT_REQUESTS < CONNECTIONS - 10
+
+    play(operator_api, scenario)
+
+
+def test_nothing_is_written_while_nothing_changes(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation, busy: Busy) -> None:
+        job = await world.make_job()
+        await world.kubelets.started("job-1-0")
+        await world.report(0, reported(job.job, job.uid))
+
+        async def is_running() -> bool:
+            return (await world.status(job)).state is State.RUNNING
+
+        await until("it runs", is_running)
+        await until("its progress is written", lambda: steps_written(world, job.path))
+        busy.changes.clear()
+        for _ in range(3):
+            await world.report(0, reported(job.job, job.uid))  # word for word what it said before
+            await looked_at(operation, job.uid)
+        assert busy.changes == Counter()
+
+    play(operator_api, scenario)
+
+
+def test_progress_may_wait_and_news_may_not(operator_api: KubernetesClient) -> None:
+    async def run() -> None:
+        async with World.open(operator_api.kubeconfig) as world:
+            at_once, later = list[JobKey](), list[JobKey]()
+            view = ClusterView(
+                world.kube, namespaces=[world.namespace], agent_namespace=world.namespace, wake_uid=lambda uid: None,
+                wake_job=at_once.append, wake_later=later.append,
+            )  # fmt: skip
+            watching = asyncio.create_task(view.run())
+            try:
+                await asyncio.wait_for(view.synced(), 60)
+                job = await world.make_job()
+                for change, heard in (
+                    ({"global_step": None, "step_time": None}, at_once),  # the first word of it
+                    ({}, at_once),  # the first step
+                    ({"global_step": 6, "step_time": 8.0, "metrics": {"loss": 1.0}}, later),
+                    ({"global_step": 6, "step_time": 8.0, "alive": False, "ended_time": 9.0}, at_once),
+                ):
+                    at_once.clear()
+                    later.clear()
+                    await world.report(0, reported(job.job, job.uid, **change))
+                    await until(f"{change} is told", lambda: at_once or later)
+                    assert heard == [job.job]
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+    run_to_end(run())
+
+
+async def steps_written(world: World, path: str) -> bool:
+    status = (await world.kube.get(path))["status"]
+    return bool(status.get("trainerStatus", {}).get("globalStep") == 5)
+
+
+async def looked_at(operation: Operation, uid: str) -> None:
+    before = looks(operation)
+    operation.jobs.wake(uid)
+    await until("it is looked at", lambda: looks(operation) > before)
+
+
+def looks(operation: Operation) -> float:
+    """How often jobs were looked at."""
+    lines = operation.metrics.text().decode().splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("stepfast_reconcile_duration_seconds_count")
+    )
