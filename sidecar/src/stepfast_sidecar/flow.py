@@ -288,9 +288,17 @@ class RunFlow:
         held = self._held_steps((Held.STAGED,))
         return sorted(step for step in held if not self._is_complete(step))
 
-    def memory_step(self) -> int | None:
-        """The newest step that every rank of this node holds in memory, whole."""
-        return max((step for step in self._held_steps(Held) if self._is_complete(step)), default=None)
+    def memory_step(self, *, due: bool = False) -> int | None:
+        """The newest step that every rank of this node holds in memory, whole; `due`: of those to be persisted."""
+        return max((step for step in self._held_steps(Held, due=due) if self._is_complete(step)), default=None)
+
+    def is_whole(self, step: int) -> bool:
+        """Whether every rank of this node holds all its files of the step."""
+        return self._is_complete(step)
+
+    def held(self, step: int) -> tuple[Holding, ...]:
+        """The slots that hold whole files of the step, by rank."""
+        return tuple(self._of_step(step))
 
     def pending_steps(self) -> list[int]:
         """Steps that are due, complete on this node (or with windows that are on their way) and not committed; not
@@ -313,6 +321,11 @@ class RunFlow:
     def unpersisted_of(self, rank: int) -> tuple[int, ...]:
         """The rank's steps that are staged and due and not persisted."""
         return tuple(sorted(self._held_steps((Held.STAGED, Held.PERSISTING), due=True, rank=rank)))
+
+    @property
+    def is_flushing(self) -> bool:
+        """Whether all that is held is to be persisted, and all that will be."""
+        return self._flushing
 
     @property
     def is_persisting(self) -> bool:
