@@ -51,6 +51,8 @@ class RunFlow:
         self.holdings: dict[tuple[int, int], Holding] = {}
         self.ranks: set[int] = set()
         """Of this node, that have been here. Who shares in a step of some ranks alone has come before that is known."""
+        self.spared: frozenset[tuple[int, int]] = frozenset()
+        """By rank and slot: what is given to a save only when nothing else is left; it is being mirrored."""
         self._steps: dict[int, _Step] = {}
         self._wanted: set[int] = set()
         self._copying: dict[int, set[int]] = {}  # by rank, reserved slots that it has not given up
@@ -134,7 +136,8 @@ class RunFlow:
     def _preference(self, holding: Holding) -> tuple[int, int]:
         order = {Held.RESERVED: 0, Held.FREE: 1, Held.PERSISTED: 2, Held.STAGED: 4, Held.PERSISTING: 9}
         newest = holding.held is Held.PERSISTED and self._is_newest(holding)
-        return order[holding.held] + newest, holding.step or 0
+        is_spared = (holding.rank, holding.slot) in self.spared
+        return order[holding.held] + newest + 5 * is_spared, holding.step or 0
 
     # ------------------------------------------------------------ events
 

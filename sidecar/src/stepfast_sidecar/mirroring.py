@@ -2,8 +2,8 @@
 
 One step at a time, the newest that is whole on this node and that the gang decided to persist. What is being sent is
 finished though a newer one came meanwhile: else a run that saves faster than the network carries would have no mirror
-at all. Nothing is held back for it: when the slot is used again under the copy, the step is overtaken, and no harm is
-done. A neighbour that refuses or fails is tried again, later and later; persisting never waits for any of that.
+at all. No save waits for it: a slot that is being copied is the last that a save is given, and when there is no other
+the step is overtaken, and no harm is done. A neighbour that refuses or fails is tried again, later and later.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ class MirrorSender:
     async def _send(self, room: Room, run: Run, send: SendStep) -> None:
         begin, job = time.monotonic(), room.job
         self._spoke_time = begin
+        run.flow.spared = frozenset((holding.rank, holding.slot) for holding in send.holdings)
         try:
             sent_bytes = await self._deliver(_parcels(self._gang, room, run, send))
         except Overtaken:
@@ -100,6 +101,8 @@ class MirrorSender:
             self._metrics.mirrored("held", sent_bytes, time.monotonic() - begin)
             run.mirrored_step, run.mirror_error = send.step, None
             self._changed(False)
+        finally:
+            run.flow.spared = frozenset()
 
     def _tell(self, run: Run, reason: str, error: Exception) -> None:
         is_expected = isinstance(error, NotTaken) and error.refusal is Refusal.UNKNOWN  # it will hear of the gang soon
