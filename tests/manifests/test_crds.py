@@ -19,7 +19,7 @@ import yaml
 
 from stepfast import nodestatus
 from stepfast.layout import CHUNK_BYTES
-from stepfast.nodestatus import JobStatus, NodeStatus, RankStatus, SaveStatus
+from stepfast.nodestatus import JobStatus, MirrorStatus, NodeStatus, RankStatus, SaveStatus
 from stepfast.slot import CONTROL_BYTES
 from stepfast.step import JobKey, Tier
 from stepfast_operator import torchrunoptions
@@ -82,6 +82,7 @@ MINIMA = {"spec.failurePolicy.rules[].onExitCodes.values[]": 0}  # exit statuses
 MAXIMA = {
     "spec.failurePolicy.rules[].onExitCodes.values[]": 255,
     "spec.trainer.numNodes": 10_000,  # four digits of a pod's name
+    "spec.checkpoint.memory.mirrors": 1,
     "spec.checkpoint.interval": 0,  # with minimum 1: no number at all
 }
 MINIMA["spec.checkpoint.interval"] = 1
@@ -434,6 +435,7 @@ def full_status() -> NodeStatus:
     rank = RankStatus(**{**sample(RankStatus), "restored_tier": "Memory", "metrics": {"loss": 0.5}})
     saves = SaveStatus(**sample(SaveStatus))
     known = {"job": JobKey(namespace="a", name="b"), "ranks": [rank], "saves": saves, "pending_steps": [3]}
+    known["mirrors"] = [MirrorStatus(**sample(MirrorStatus))]
     status = {"jobs": [JobStatus(**{**sample(JobStatus), **known})]}
     return NodeStatus(**{**sample(NodeStatus), **status})
 

@@ -175,6 +175,7 @@ class JobLoop:
         self._tell(seen)
         if job.is_deleted and self.is_over and not backend.is_alive:
             await self._let_go(job)
+        await backend.tell_rings(is_over=self.is_over)
         await backend.write_held_back()
         waits = (_LONGEST_WAIT_SECONDS, seen.decision.requeue_seconds, backend.held_back_seconds())
         return min(wait for wait in waits if wait is not None)

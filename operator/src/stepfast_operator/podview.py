@@ -96,7 +96,8 @@ class NodeView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
     """What a node's agent reports, and which generation of the operator's requests that takes in. `memory_limit_bytes`:
-    what it may take for slots; None while it does not say.
+    what it may take for slots; None while it does not say. `gangs`: what it was told of those that mirror their steps;
+    `mirror_address`: where other agents reach it, if it takes part in that.
     """
 
     node: str
@@ -105,6 +106,8 @@ class NodeReport:
     requests: tuple[Mapping[str, str], ...]
     jobs: Sequence[JobStatus]
     memory_limit_bytes: int | None = None
+    gangs: tuple[Mapping[str, JSON], ...] = ()
+    mirror_address: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +196,9 @@ def report_of(document: JSON) -> NodeReport:
     metadata, spec, status = document["metadata"], document.get("spec") or {}, document.get("status") or {}
     try:
         told = from_document({"node": metadata["name"], "memory": {"limitBytes": 0, "usedBytes": 0}, **status})
-        jobs, limit = told.jobs, told.memory_limit_bytes
+        jobs, limit, address = told.jobs, told.memory_limit_bytes, told.mirror_address
     except (KeyError, TypeError, ValueError, SpecError):
-        jobs, limit = (), 0
+        jobs, limit, address = (), 0, None
     return NodeReport(
         node=metadata["name"],
         generation=int(metadata.get("generation") or 0),
@@ -203,6 +206,8 @@ def report_of(document: JSON) -> NodeReport:
         requests=tuple(dict(request) for request in spec.get("requests") or ()),
         jobs=jobs,
         memory_limit_bytes=limit or None,
+        gangs=tuple(dict(gang) for gang in spec.get("gangs") or ()),
+        mirror_address=address,
     )
 
 

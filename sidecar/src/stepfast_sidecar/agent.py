@@ -123,7 +123,7 @@ class Agent:
             return
         self.mirrors = Mirrors(
             self.rooms, self.memory, self.config.mirrors, self.config.node,
-            reclaim=self.reclaim, metrics=self.metrics, changed=self.changed,
+            is_expected=self.volumes.has_mirrors, reclaim=self.reclaim, metrics=self.metrics, changed=self.changed,
         )  # fmt: skip
         ends.push_async_callback(self.mirrors.close)
         self._tasks.start(self.mirrors.look(), "look after mirrors")
@@ -134,7 +134,8 @@ class Agent:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of every pod has a connection
         await self.volumes.republish()
         ends.push_async_callback(self.volumes.close)
-        servers = await serve_kubelet(kubelet_dir, self.config.node, self.volumes, self.health)
+        takes_mirrors = self.mirrors is not None
+        servers = await serve_kubelet(kubelet_dir, self.config.node, self.volumes, self.health, takes_mirrors)
         ends.push_async_callback(servers.stop)
 
     async def _close(self) -> bool:

@@ -146,8 +146,8 @@ def status_document(
     document = to_document(status)
     del document["node"]
     for job in document["jobs"]:
-        if "persistError" in job:
-            job["persistError"] = job["persistError"][:_ERROR_CHARACTERS]
+        for error in {"persistError", "mirrorError"} & job.keys():
+            job[error] = job[error][:_ERROR_CHARACTERS]
         for number, rank in enumerate(job["ranks"]):
             metrics = rank.pop("metrics", {})
             if number == 0 and metrics:  # the gang's are those of its first rank; JSON has no NaN

@@ -43,11 +43,15 @@ class Mirrors:
 
     def __init__(
         self, rooms: Mapping[JobKey, Room], memory: MemoryTier, settings: MirrorSettings, node: str, *,
-        reclaim: Callable[[int, Room], None], metrics: Metrics, changed: Callable[[bool], None],
+        is_expected: Callable[[JobKey], bool], reclaim: Callable[[int, Room], None], metrics: Metrics,
+        changed: Callable[[bool], None],
     ) -> None:  # fmt: skip
-        """Listens from now on. Raises AgentError when the port cannot be had."""
+        """Listens from now on. `is_expected`: whether the job's pods say that its steps are mirrored.
+
+        Raises AgentError when the port cannot be had.
+        """
         self._rooms, self._settings, self._node = rooms, settings, node
-        self._metrics, self._changed = metrics, changed
+        self._is_expected, self._metrics, self._changed = is_expected, metrics, changed
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="stepfast-mirror", initializer=give_way)
         self._credentials, self._pace = Credentials(folder=settings.credentials), Pace(settings.bytes_per_second)
@@ -118,7 +122,7 @@ class Mirrors:
         """
         if parse_data_path(path) is None:
             return None
-        if room.mirrors_steps and not self._knows(room.job, run) and (room.job, run) not in self._in_vain:
+        if self._is_expected(room.job) and not self._knows(room.job, run) and (room.job, run) not in self._in_vain:
             try:
                 async with asyncio.timeout(_GANG_SECONDS):
                     while not self._knows(room.job, run):

@@ -61,7 +61,6 @@ class Room:
         self.lent = JobLent(job, memory)
         self.mirrors = JobMirrors(job, memory, mirror_room)
         self.fetched = FetchedFiles(job, memory)
-        self.mirrors_steps = False  # whether its pods say so
         self._config, self._memory, self._metrics = config, memory, metrics
         self._changed = changed  # called with True when the change must be published at once
         self._tasks = Tasks(str(job))

@@ -39,6 +39,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "admissionPolicy": {"enabled": False},
         "rbac": {"aggregateToDefaultRoles": False},
     },
+    "mirrors": {"sidecar": {"mirrors": {"enabled": True}}},
     "everything": {
         "fullnameOverride": "resilient",
         "watchNamespaces": ["team-a"],
@@ -68,6 +69,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "sidecar": {
             "image": {"repository": "sidecar", "tag": "1.2"},
             "memory": {"limit": "64.5Gi", "overhead": 2147483648, "hostPath": "/dev/shm/tier"},
+            "mirrors": {"enabled": True, "port": 9700, "bandwidth": "1Gi", "memory": "16Gi", "secretName": "agents"},
             "kubeletDir": "/mnt/kubelet",
             "flushTimeoutSeconds": 60,
             "maxUnavailable": 3,

@@ -17,6 +17,7 @@ from stepfast.nodestatus import JobStatus, NodeStatus, to_document
 from stepfast.storage.base import Store
 from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend
 from stepfast_operator.backends.requests import Requests
+from stepfast_operator.backends.rings import Rings
 from stepfast_operator.clusterjob import ClusterJob, parse_job, status_of
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.eventlog import EventLog
@@ -159,9 +160,10 @@ class Operation:
         def open_store(uri: str) -> Store:
             return world.store  # type: ignore[return-value] # as much as is needed of one
 
+        rings = Rings(kube, self.view.reports.get, self.jobs.is_under_way)
         extra = {} if clock is None else {"clock": clock}
         self.cluster = Cluster(
-            kube=kube, view=self.view, requests=self.requests, lease=self.lease, storage_root="",
+            kube=kube, view=self.view, requests=self.requests, rings=rings, lease=self.lease, storage_root="",
             open_store=open_store, began_time=0.0, **extra,
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []
