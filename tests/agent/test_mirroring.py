@@ -206,11 +206,18 @@ def test_node_that_lives_persists_its_steps_itself() -> None:
     watch = Watch(0.0)
     assert watch.charge(100.0) is Charge.UNASKED, "silence alone is none of this node's business"
     watch.heard(100.0)
-    watch.ask(100.5)
-    assert watch.charge(100.6) is Charge.UNSURE
-    watch.heard(101.0)
-    watch.ask(101.5)
-    assert watch.charge(101.6) is Charge.ORIGIN
+    watch.ask(103.0)
+    assert watch.charge(103.0) is Charge.UNSURE, "it may be gone"
+    watch.heard(103.1)
+    watch.ask(105.0)
+    assert watch.charge(105.0) is Charge.ORIGIN
+
+
+def test_node_that_was_heard_a_moment_before_the_flush_holds_up_nobody() -> None:
+    watch = Watch(0.0)
+    watch.heard(100.0)
+    watch.ask(101.0)
+    assert watch.charge(101.0) is Charge.ORIGIN
 
 
 def test_node_that_falls_silent_is_stood_in_for_once_a_flush_was_asked_for() -> None:

@@ -15,6 +15,7 @@ from stepfast.step import JobKey
 from stepfast_sidecar.memory import MemoryTier
 
 KEEP_SECONDS = 60.0
+_SLACK_BYTES = 4 << 20  # of a file's blocks: a tmpfs of huge pages gives whole ones
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +25,11 @@ class FetchedFile:
     descriptor: int
     size_bytes: int
     until: float  # monotonic
+
+    def has_grown(self) -> bool:
+        """Whether a rank with root's rights made it larger."""
+        found = os.fstat(self.descriptor)
+        return found.st_size > self.size_bytes or found.st_blocks * 512 > self.size_bytes + _SLACK_BYTES
 
     def open(self) -> int:
         """A descriptor to read by; the caller closes it."""
@@ -75,9 +81,9 @@ class FetchedFiles:
             del self._fetching[path]
 
     def sweep(self) -> None:
-        """Lets those go that nobody has asked for in a while."""
+        """Lets those go that nobody has asked for in a while, and those that take more than they were given."""
         now = time.monotonic()
-        for path in [path for path, file in self._files.items() if file.until <= now]:
+        for path in [path for path, file in self._files.items() if file.until <= now or file.has_grown()]:
             self._let_go(path)
 
     def release(self, wanted_bytes: int) -> int:

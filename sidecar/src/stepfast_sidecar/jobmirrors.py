@@ -221,6 +221,10 @@ class JobMirrors:
         except OSError as error:
             log.warning("%s: the verdict was not written: %s", file.path, error)
 
+    def grown(self) -> list[SlotFile]:
+        """Those that are larger than they were made: a rank with root's rights may have done so, which read one."""
+        return [file for file in self._files.values() if file.has_grown()]
+
     def held_file(self, wanted: DataName) -> SlotFile | None:
         """The file of that name, if one is held."""
         for origin in self._origins.values():

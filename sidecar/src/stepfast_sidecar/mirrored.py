@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 SILENCE_SECONDS = 5.0  # a neighbour that lives says so every second
+_FRESH_SECONDS = 1.5  # nobody finds a node lost so soon after it was heard, but for those that hear it themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ def lacks_room(size_bytes: int, *, held_bytes: int, limit_bytes: int, free_bytes
 
 class Charge(StrEnum):
     """Who persists what is mirrored of a node. UNASKED: nobody asked for it. UNSURE: a flush was asked for, and the
-    node has not been heard since. ORIGIN: it has, so it does so itself. MIRROR: it is gone, so this node does.
+    node has not been heard about then. ORIGIN: it has, so it does so itself. MIRROR: it is gone, so this node does.
     """
 
     UNASKED = "unasked"
@@ -105,4 +106,4 @@ class Watch:
         if self._is_taken_over or now - self._heard >= SILENCE_SECONDS:
             self._is_taken_over = True
             return Charge.MIRROR
-        return Charge.ORIGIN if self._heard > self._asked else Charge.UNSURE
+        return Charge.ORIGIN if self._heard > self._asked - _FRESH_SECONDS else Charge.UNSURE

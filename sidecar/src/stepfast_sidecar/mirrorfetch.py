@@ -71,7 +71,8 @@ class MirrorFetch:
             log.warning("%s: %s", room.job, error)
         except (NeighbourLost, ProtocolError, OSError) as error:
             log.warning("%s: %s is not fetched from %s: %s", room.job, path, address, error)
-            self._away[address] = time.monotonic() + _AWAY_SECONDS
+            now = time.monotonic()
+            self._away = {**{a: until for a, until in self._away.items() if until > now}, address: now + _AWAY_SECONDS}
         else:
             return found
         self._memory.give_back(taken)

@@ -90,6 +90,7 @@ def install(cluster: Cluster, images: ProjectImages, azurite: Any) -> Release:
         "image.pullPolicy": "Never",
         "networkPolicy.storagePorts": f"{{{azurite.port}}}",
         "sidecar.memory.limit": "1Gi",
+        "sidecar.mirrors.enabled": "true",
     }
     for component, reference in (("operator", images.operator), ("sidecar", images.sidecar)):
         repository, _, tag = reference.rpartition(":")

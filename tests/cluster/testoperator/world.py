@@ -100,7 +100,7 @@ class World:
         listed = await self.kube.get(f"/api/v1/namespaces/{self.namespace}/pods")
         return sorted(pod["metadata"]["name"] for pod in listed["items"])
 
-    async def report(self, index: int, *jobs: JobStatus) -> None:
+    async def report(self, index: int, *jobs: JobStatus, mirror_address: str | None = None) -> None:
         """What the agent of that node reports, having done all that it was asked."""
         name = self.kubelets.node(index)
         node = {"apiVersion": "stepfast.dev/v1alpha1", "kind": "CheckpointNode", "metadata": {"name": name}}
@@ -108,7 +108,10 @@ class World:
             await self.kube.create(f"{API}/checkpointnodes", node)
             self._stack.push_async_callback(self.kube.delete, f"{API}/checkpointnodes/{name}")
         held = await self.kube.get(f"{API}/checkpointnodes/{name}")
-        status = to_document(NodeStatus(node=name, memory_limit_bytes=1, memory_used_bytes=0, jobs=jobs))
+        told = NodeStatus(
+            node=name, memory_limit_bytes=1, memory_used_bytes=0, jobs=jobs, mirror_address=mirror_address
+        )  # fmt: skip
+        status = to_document(told)
         del status["node"]
         status["observedGeneration"] = held["metadata"]["generation"]
         await self.kube.patch(f"{API}/checkpointnodes/{name}/status", {"status": status})
