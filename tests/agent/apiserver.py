@@ -65,9 +65,16 @@ class ApiServer:
 
     def request(self, *requests: dict[str, str]) -> int:
         """Replaces `spec.requests`; returns the generation."""
+        return self._specify(requests=list(requests))
+
+    def name_gangs(self, *gangs: dict[str, Any]) -> int:
+        """Replaces `spec.gangs`; returns the generation."""
+        return self._specify(gangs=list(gangs))
+
+    def _specify(self, **fields: Any) -> int:
         with self._changed:
             assert self.found is not None
-            self.found["spec"] = {"requests": list(requests)}
+            self.found["spec"] = {**self.found["spec"], **fields}
             self.found["metadata"]["generation"] += 1
             self._note("MODIFIED")
             return int(self.found["metadata"]["generation"])

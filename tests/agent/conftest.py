@@ -257,6 +257,22 @@ def api() -> Iterator[Any]:
     server.close()
 
 
+@pytest.fixture
+def new_api() -> Iterator[Callable[[str], Any]]:
+    """Makes an API server that knows a node of that name and its CheckpointNode."""
+    servers: list[Any] = []
+
+    def make(node: str) -> Any:
+        servers.append(_apiserver.ApiServer(node))
+        return servers[-1]
+
+    try:
+        yield make
+    finally:
+        for server in servers:
+            server.close()
+
+
 @pytest.fixture(scope="session")
 def new_pod() -> Callable[..., Any]:
     """Makes a `kubelet.Pod`."""

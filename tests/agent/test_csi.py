@@ -50,6 +50,17 @@ def test_rank_saves_through_its_pods_socket(node_agent: Callable[..., Any], kube
     assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [5]
 
 
+def test_pod_of_a_job_with_mirrors_is_refused_where_none_are_taken(
+    node_agent: Callable[..., Any], kubelet: Any, new_pod: Any
+) -> None:
+    node_agent()
+    words = ("team-a/train-0-0", "checkpoint.memory.mirrors", "sidecar.mirrors.enabled")
+    refused(
+        lambda: kubelet.publish(new_pod(context={"mirrors": "1"})), grpc.StatusCode.INVALID_ARGUMENT, *words
+    )  # fmt: skip
+    assert kubelet.publish(new_pod(context={"mirrors": "0"}))
+
+
 def test_driver_says_who_it_is(node_agent: Callable[..., Any], kubelet: Any) -> None:
     node_agent()
     info = kubelet.identity()

@@ -66,6 +66,21 @@ def test_step_is_persisted_once_every_rank_has_staged_it() -> None:
     assert flow.persisting_steps() == (5,)
 
 
+def test_slot_that_is_being_mirrored_is_the_last_that_a_save_is_given() -> None:
+    flow = flow_of(1)
+    for step in (1, 2):
+        stage(flow, 0, step)
+        flow.persisted(step)
+    flow.spared = frozenset({(0, holding.slot) for holding in flow.held(1)})
+    for step in (3, 4, 5):
+        stage(flow, 0, step)
+        assert flow.held(1), "others hold nothing that is needed"
+        flow.persisted(step)
+    for step in (6, 7, 8):
+        stage(flow, 0, step)
+    assert not flow.held(1), "but no save waits for it"
+
+
 def test_newest_due_step_is_persisted_next() -> None:
     flow = flow_of(1)
     assert persists(stage(flow, 0, 1)) == [1]

@@ -18,6 +18,7 @@ from testcluster.waiting import CommandFailed, wait_until
 
 Client = Callable[..., KubernetesClient]
 REQUEST = {"namespace": "team-a", "name": "gpt", "run": "u-1", "action": "Flush"}
+GANG = {"namespace": "team-a", "name": "gpt", "run": "u-1", "node": 0, "neighbours": ["10.0.0.1:9601"]}
 NODES = ("own", "other")
 
 
@@ -110,6 +111,14 @@ REFUSED: dict[str, tuple[Callable[[KubernetesClient], object], str]] = {
         lambda agent: _create(agent, "own", requests=[REQUEST]),
         "the spec of a CheckpointNode is the operator's: an agent creates it without requests",
     ),
+    "makes its own with gangs": (
+        lambda agent: _create(agent, "own", gangs=[GANG]),
+        "an agent creates it without requests and gangs",
+    ),
+    "names a gang for itself": (
+        lambda agent: _patch(agent, "other", {"spec": {"gangs": [GANG]}}),
+        "the CheckpointNode of its own node alone",
+    ),
     "removes another node's": (
         lambda agent: agent.kubectl("delete", "checkpointnode", "other"),
         "the CheckpointNode of its own node alone",
@@ -167,21 +176,19 @@ def _pod_on(node: str) -> dict[str, Any]:
     }
 
 
-def _report(node: str, requests: list[dict[str, str]] | None = None) -> dict[str, Any]:
+def _report(node: str, **spec: Any) -> dict[str, Any]:
     report: dict[str, Any] = {
         "apiVersion": "stepfast.dev/v1alpha1",
         "kind": "CheckpointNode",
         "metadata": {"name": node},
     }
-    if requests is not None:
-        report["spec"] = {"requests": requests}
+    if spec:
+        report["spec"] = spec
     return report
 
 
-def _create(
-    client: KubernetesClient, node: str, requests: list[dict[str, str]] | None = None, *, options: Sequence[str] = ()
-) -> None:
-    client.kubectl("create", *options, "-f", "-", stdin=json.dumps(_report(node, requests)))
+def _create(client: KubernetesClient, node: str, *, options: Sequence[str] = (), **spec: Any) -> None:
+    client.kubectl("create", *options, "-f", "-", stdin=json.dumps(_report(node, **spec)))
 
 
 def _patch(client: KubernetesClient, node: str, change: dict[str, Any], *options: str) -> None:

@@ -4,6 +4,7 @@ release comes, changes and goes while the jobs stay.
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
 
+from stepfast_sidecar.neighbours import AGENTS_NAME
 from testchart import chart
 from testcluster.controlplane import KubernetesClient
 from testcluster.waiting import CommandFailed
@@ -92,6 +95,23 @@ def test_jobs_outlive_upgrade_and_uninstall(server: KubernetesClient, release: C
     assert server.get("role,rolebinding,deployment,daemonset,service,sa", "-n", chart.NAMESPACE)["items"] == []
     assert server.get("role,rolebinding", "-n", "team-a")["items"] == []
     server.kubectl("delete", "-n", "team-a", "-f", str(JOB), "--wait=false")
+
+
+def test_agents_certificate_is_made_once(server: KubernetesClient, release: Callable[..., str]) -> None:
+    values = {"sidecar": {"mirrors": {"enabled": True}}}
+    release("install", values)
+    made = server.get("secret", "stepfast-sidecar-mirrors", "-n", chart.NAMESPACE)["data"]
+    release("upgrade", {"sidecar": {"mirrors": {"enabled": True, "port": 9700}}})
+    assert server.get("secret", "stepfast-sidecar-mirrors", "-n", chart.NAMESPACE)["data"] == made
+    certificate, authority = (
+        x509.load_pem_x509_certificate(base64.b64decode(made[name])) for name in ("tls.crt", "ca.crt")
+    )
+    certificate.verify_directly_issued_by(authority)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [AGENTS_NAME]
+    release("upgrade", {"sidecar": {"mirrors": {"enabled": True, "secretName": "of-my-own"}}})
+    mounted = server.get("daemonset", "stepfast-sidecar", "-n", chart.NAMESPACE)["spec"]["template"]["spec"]["volumes"]
+    assert {"secretName": "of-my-own", "defaultMode": 0o400} in [volume.get("secret") for volume in mounted]
 
 
 def test_crds_are_upgraded_as_documented(server: KubernetesClient, release: Callable[..., str], tmp_path: Path) -> None:

@@ -139,6 +139,16 @@ def test_traffic_is_limited_to_what_is_needed(component: str, render: Callable[.
     assert 10000 in {port["port"] for rule in azurite["egress"] for port in rule["ports"]}
 
 
+def test_agents_alone_reach_each_other_where_they_take_mirrors(
+    render: Callable[..., list[dict[str, Any]]],
+) -> None:
+    policy = _policy(render(chart.VALUES["mirrors"]), "sidecar")
+    selector = policy["podSelector"]["matchLabels"]
+    (into,) = [rule for rule in policy["ingress"] if rule["ports"][0]["port"] == "mirrors"]
+    (out,) = [rule for rule in policy["egress"] if rule["ports"][0]["port"] == 9601]
+    assert into["from"] == out["to"] == [{"podSelector": {"matchLabels": selector}}]
+
+
 def _policy(objects: list[dict[str, Any]], component: str) -> dict[str, Any]:
     (policy,) = [
         one["spec"] for one in chart.of_kind(objects, "NetworkPolicy") if one["metadata"]["name"].endswith(component)

@@ -62,13 +62,13 @@ def check_end(job: Job, undisturbed: Mapping[int, str], *, restarts: int = 1) ->
     return status
 
 
-def check_ledger(status: dict[str, Any], *causes: str, counted: bool) -> None:
-    """The ledger has every time of the one recovery, in order, and the tier: the storage, since of what is replicated
-    each node's memory holds its half.
+def check_ledger(status: dict[str, Any], *causes: str, counted: bool, tier: str = "Persistent") -> None:
+    """The ledger has every time of the one recovery, in order, and the tier: the storage unless steps are mirrored,
+    since of what is replicated each node's memory holds its half.
     """
     (recovery,) = status["recoveries"]
     assert recovery["cause"] in causes
-    assert (recovery["counted"], recovery["restoredTier"]) == (counted, "Persistent")
+    assert (recovery["counted"], recovery["restoredTier"]) == (counted, tier)
     names = (
         "failureTime",
         "detectedTime",
@@ -143,6 +143,19 @@ def test_node_lost(job: Callable[..., Job], undisturbed: Mapping[int, str], rele
     with lost(release, name):
         status = check_end(training, undisturbed)
         check_ledger(status, "NodeLost", counted=False)
+        assert status["recoveries"][0]["node"] == name
+
+
+def test_node_lost_whose_steps_are_mirrored(
+    job: Callable[..., Job], undisturbed: Mapping[int, str], release: Release, third_node: str
+) -> None:
+    training = job(failurePolicy={"podDeletionGraceSeconds": 5}, checkpoint={"memory": {"mirrors": 1}})
+    training.wait_for_commit(COMMITTED)
+    training.wait_for_mirrors(COMMITTED)
+    name = next(node for node in map(training.node_of, (1, 0)) if node != release.operator_node())
+    with lost(release, name):
+        status = check_end(training, undisturbed)
+        check_ledger(status, "NodeLost", counted=False, tier="Memory")
         assert status["recoveries"][0]["node"] == name
 
 

@@ -647,3 +647,40 @@ def test_pods_of_a_later_attempt_prefer_the_nodes_whose_memory_holds_their_ranks
         assert preferred == {0: nodes[1], 1: nodes[0]}
 
     play(operator_api, scenario)
+
+
+async def gangs_of(world: World, index: int) -> list[tuple[str, str, int, list[str]]]:
+    document = await world.kube.get(f"{API}/checkpointnodes/{world.kubelets.node(index)}")
+    gangs = document.get("spec", {}).get("gangs") or ()
+    return sorted((one["name"], one["run"], one["node"], one["neighbours"]) for one in gangs)
+
+
+def test_agents_of_a_gang_that_mirrors_its_steps_are_told_of_each_other(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job(trainer={"numNodes": 2}, checkpoint={"memory": {"mirrors": 1}})
+        backend = operation.backend(job)
+        for index in range(3):
+            await world.report(index, mirror_address=f"10.0.0.{index}:9601")
+        await backend.launch(launch_of(job))
+        await backend.tell_rings(is_over=False)
+        assert await gangs_of(world, 0) == [], "not before all pods have nodes"
+        for index in range(2):
+            await world.kubelets.started(f"job-1-{index}")
+        nodes = [world.kubelets.node(index) for index in range(2)]
+        await until("all is known", lambda: [pod.node for pod in operation.view.pods_of(job.job, job.uid)] == nodes)
+        await backend.tell_rings(is_over=False)
+        run = f"{job.uid}-1"
+        assert await gangs_of(world, 0) == [("job", run, 0, ["10.0.0.1:9601"])]
+        assert await gangs_of(world, 1) == [("job", run, 1, ["10.0.0.0:9601"])]
+        assert await gangs_of(world, 2) == []
+        before = (await world.kube.get(f"{API}/checkpointnodes/{nodes[0]}"))["metadata"]["resourceVersion"]
+        await backend.tell_rings(is_over=False)
+        after = (await world.kube.get(f"{API}/checkpointnodes/{nodes[0]}"))["metadata"]["resourceVersion"]
+        assert after == before, "nothing is written when nothing changed"
+        for index in range(2):
+            await world.report(index, held(job, run), mirror_address=f"10.0.0.{index}:9601")
+        await until("they tell of it", lambda: len(operation.view.reports_of(job.job)) == 2)
+        await backend.tell_rings(is_over=True)
+        assert [await gangs_of(world, index) for index in range(2)] == [[], []]
+
+    play(operator_api, scenario)

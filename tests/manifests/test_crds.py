@@ -19,7 +19,7 @@ import yaml
 
 from stepfast import nodestatus
 from stepfast.layout import CHUNK_BYTES
-from stepfast.nodestatus import EvictionNotice, JobStatus, NodeStatus, RankStatus, SaveStatus
+from stepfast.nodestatus import EvictionNotice, JobStatus, MirrorStatus, NodeStatus, RankStatus, SaveStatus
 from stepfast.slot import CONTROL_BYTES
 from stepfast.step import JobKey, Tier
 from stepfast_operator import torchrunoptions
@@ -76,6 +76,7 @@ MAXIMA = {
     "spec.failurePolicy.rules[].onExitCodes.values[]": 255,
     "spec.trainer.numNodes": 10_000,  # four digits of a pod's name
     "spec.nodeExclusionPolicy.maxExcludedNodes": 64,  # each is a requirement in the affinity of every pod
+    "spec.checkpoint.memory.mirrors": 1,
     "spec.checkpoint.interval": 0,  # with minimum 1: no number at all
 }
 MINIMA["spec.checkpoint.interval"] = 1
@@ -428,6 +429,7 @@ def full_status() -> NodeStatus:
     rank = RankStatus(**{**sample(RankStatus), "restored_tier": "Memory", "metrics": {"loss": 0.5}})
     saves = SaveStatus(**sample(SaveStatus))
     known = {"job": JobKey(namespace="a", name="b"), "ranks": [rank], "saves": saves, "pending_steps": [3]}
+    known["mirrors"] = [MirrorStatus(**sample(MirrorStatus))]
     notice = EvictionNotice(**sample(EvictionNotice))
     status = {"jobs": [JobStatus(**{**sample(JobStatus), **known})], "notice": notice}
     return NodeStatus(**{**sample(NodeStatus), **status})

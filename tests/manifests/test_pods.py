@@ -459,3 +459,8 @@ def test_template_that_is_none_is_refused_and_breaks_nothing(template: dict[str,
         refused = ""
         pod_of(spec, preferred="node-a")
     assert not refused or refused.startswith("spec.template.spec")
+
+
+def test_pod_of_a_job_with_mirrors_says_so_to_its_agent() -> None:
+    (volume,) = pod_of(spec_of(checkpoint={"memory": {"mirrors": 1}}))["spec"]["volumes"]
+    assert volume["csi"]["volumeAttributes"] == {"job": "gpt", "run": "0b0e-12", "mirrors": "1"}

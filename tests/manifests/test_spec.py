@@ -158,6 +158,9 @@ def test_defaults_are_those_of_the_api() -> None:
             "2 ranks need at least",
             id="memory",
         ),
+        pytest.param(
+            {"checkpoint": {"memory": {"mirrors": 2}}}, "spec.checkpoint.memory.mirrors", "more than 1", id="mirrors"
+        ),
         pytest.param({"trainer": {}}, "spec.trainer.command", "required", id="no-command"),
         pytest.param(
             {"trainer": {"command": ["x"], "numProcPerNode": "all"}},

@@ -13,6 +13,10 @@
 {{- define "stepfast.operator.name" -}}{{ include "stepfast.fullname" . }}-operator{{- end -}}
 {{- define "stepfast.sidecar.name" -}}{{ include "stepfast.fullname" . }}-sidecar{{- end -}}
 
+{{- define "stepfast.mirrors.secret" -}}
+{{- .Values.sidecar.mirrors.secretName | default (printf "%s-mirrors" (include "stepfast.sidecar.name" .)) -}}
+{{- end -}}
+
 {{- /* The operator finds the agents' pods by name and component: never another name. */ -}}
 {{- define "stepfast.operator.selector" -}}
 app.kubernetes.io/name: stepfast

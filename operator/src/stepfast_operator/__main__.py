@@ -19,6 +19,7 @@ from stepfast.storage.open import open_store
 from stepfast_operator import handlers, serving
 from stepfast_operator.backends.kubernetes import Cluster
 from stepfast_operator.backends.requests import Requests
+from stepfast_operator.backends.rings import Rings
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.eventlog import EventLog
 from stepfast_operator.jobs import Jobs
@@ -120,6 +121,7 @@ class Operator:
                 kube=kube,
                 view=self._view,
                 requests=requests,
+                rings=Rings(kube, self._view.reports.get, self.jobs.is_under_way),
                 lease=self._lease,
                 storage_root=settings.storage_root,
                 open_store=open_store,

@@ -259,6 +259,7 @@ class JobLoop:
         self._tell(seen)
         if job.is_deleted and self.is_over and not backend.is_alive:
             await self._let_go(job)
+        await backend.tell_rings(is_over=self.is_over)
         await backend.write_held_back()
         due = seen.decision.requeue_seconds
         self._due_time = time.monotonic() + due if due is not None and due < _UNHURRIED_SECONDS else math.inf

@@ -280,7 +280,10 @@ def _volume(spec: TrainingSpec, job: JobKey, run: str) -> JSON:
     """The agent's socket for this pod alone. The kubelet hands the secret to the agent of the pod's node; the trainer's
     container has it in its environment (`_container`), the operator not at all.
     """
-    driver: dict[str, JSON] = {"driver": _DRIVER, "volumeAttributes": {"job": job.name, "run": run}}
+    attributes = {"job": job.name, "run": run}
+    if spec.checkpoint.memory.mirrors:
+        attributes["mirrors"] = str(spec.checkpoint.memory.mirrors)
+    driver: dict[str, JSON] = {"driver": _DRIVER, "volumeAttributes": attributes}
     if spec.checkpoint.secret_ref is not None:
         driver["nodePublishSecretRef"] = {"name": spec.checkpoint.secret_ref.name}
     return {"name": _VOLUME, "csi": driver}

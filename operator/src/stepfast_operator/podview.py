@@ -113,6 +113,8 @@ class NodeView:
 class NodeReport:
     """What a node's agent reports, and which generation of the operator's requests that takes in. `memory_limit_bytes`:
     what it may take for slots; None while it does not say. `notice`: that the cloud is about to take the node away.
+    `gangs`: what it was told of those that mirror their steps; `mirror_address`: where other agents reach it, if it
+    takes part in that.
     """
 
     node: str
@@ -122,6 +124,8 @@ class NodeReport:
     jobs: Sequence[JobStatus]
     memory_limit_bytes: int | None = None
     notice: EvictionNotice | None = None
+    gangs: tuple[Mapping[str, JSON], ...] = ()
+    mirror_address: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,9 +226,9 @@ def report_of(document: JSON) -> NodeReport:
     metadata, spec, status = document["metadata"], document.get("spec") or {}, document.get("status") or {}
     try:
         told = from_document({"node": metadata["name"], "memory": {"limitBytes": 0, "usedBytes": 0}, **status})
-        jobs, limit, notice = told.jobs, told.memory_limit_bytes, told.notice
+        jobs, limit, notice, address = told.jobs, told.memory_limit_bytes, told.notice, told.mirror_address
     except (KeyError, TypeError, ValueError, SpecError):
-        jobs, limit, notice = (), 0, None
+        jobs, limit, notice, address = (), 0, None, None
     return NodeReport(
         node=metadata["name"],
         generation=int(metadata.get("generation") or 0),
@@ -233,6 +237,8 @@ def report_of(document: JSON) -> NodeReport:
         jobs=jobs,
         memory_limit_bytes=limit or None,
         notice=notice,
+        gangs=tuple(dict(gang) for gang in spec.get("gangs") or ()),
+        mirror_address=address,
     )
 
 

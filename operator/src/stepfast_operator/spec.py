@@ -138,6 +138,13 @@ class MemoryPolicy:
 class Memory:
     size_limit: int | None = field(default=None, metadata={"parse": parse_quantity})
     on_busy: OnBusy = OnBusy.WAIT
+    mirrors: int = field(default=0, metadata={"least": 0})
+
+    def __post_init__(self) -> None:
+        if self.mirrors > 1:
+            raise SpecError(
+                "spec.checkpoint.memory.mirrors", f"{self.mirrors} is more than 1: one other node holds a step"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,12 +24,16 @@ from stepfast.step import JobKey
 from stepfast_sidecar.checkpointnode import Action, CheckpointNodeWriter, NodeRequest
 from stepfast_sidecar.cluster import checkpoint_node_writer, serve_kubelet
 from stepfast_sidecar.config import Config
+from stepfast_sidecar.fetched import FetchedFile
+from stepfast_sidecar.gangs import Gang
 from stepfast_sidecar.growth import watch_growth
 from stepfast_sidecar.health import Health, serve_http
 from stepfast_sidecar.intake import Peer, listen
+from stepfast_sidecar.jobmirrors import MirrorRoom
 from stepfast_sidecar.lending import Lending
 from stepfast_sidecar.memory import VOLUMES, MemoryTier
 from stepfast_sidecar.metrics import FlushCause, Metrics
+from stepfast_sidecar.mirrors import Mirrors
 from stepfast_sidecar.noticewatch import NoticeWatch
 from stepfast_sidecar.reception import Reception
 from stepfast_sidecar.room import Room
@@ -55,6 +59,8 @@ class Agent:
         self.health = Health([_STARTING])
         self.memory = MemoryTier(config.memory_dir, config.memory_limit_bytes)
         self.rooms: dict[JobKey, Room] = {}
+        self.mirror_room = MirrorRoom(limit_bytes=config.mirrors.limit_bytes if config.mirrors is not None else 0)
+        self.mirrors: Mirrors | None = None
         self.lending = Lending(self.rooms, self.memory, config.memory_limit_bytes, share_of=self.share_bytes)
         rules = StorageRules(root=config.storage_root, allowed=config.allowed_storage)
         self.reception = Reception(self, rules)
@@ -77,6 +83,7 @@ class Agent:
         async with AsyncExitStack() as ends:
             self._serve_http(ends)
             self._adopt()
+            self._join_mirrors(ends)
             if self.config.kubelet_dir is not None:
                 await self._serve_kubelet(ends, self.config.kubelet_dir)
             if self.config.socket is not None:
@@ -106,11 +113,24 @@ class Agent:
         self.metrics.observe(
             limit_bytes=self.config.memory_limit_bytes,
             used_bytes=self.memory.used_bytes,
+            mirror_bytes=lambda: self.mirror_room.used_bytes,
             lag_seconds=lambda: max((room.lag_seconds for room in list(self.rooms.values())), default=0.0),
             anatomies=lambda: {room.job: heard(room.metrics) for room in list(self.rooms.values())},
         )
         stop = serve_http(self.config.metrics_address, self.config.metrics_port, self.metrics.registry, self.health)
         ends.push_async_callback(asyncio.to_thread, stop)
+
+    def _join_mirrors(self, ends: AsyncExitStack) -> None:
+        if self.config.mirrors is None:
+            for room in self.rooms.values():
+                room.mirrors.release_all()  # of an agent that had them
+            return
+        self.mirrors = Mirrors(
+            self.rooms, self.memory, self.config.mirrors, self.config.node,
+            is_expected=self.volumes.has_mirrors, reclaim=self.reclaim, metrics=self.metrics, changed=self.changed,
+        )  # fmt: skip
+        ends.push_async_callback(self.mirrors.close)
+        self._tasks.start(self.mirrors.look(), "look after mirrors")
 
     async def _serve_kubelet(self, ends: AsyncExitStack, kubelet_dir: Path) -> None:
         os.chmod(self.config.memory_dir, 0o700)  # the kubelet may have made it, for everybody
@@ -118,7 +138,8 @@ class Agent:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every rank of every pod has a connection
         await self.volumes.republish()
         ends.push_async_callback(self.volumes.close)
-        servers = await serve_kubelet(kubelet_dir, self.config.node, self.volumes, self.health)
+        takes_mirrors = self.mirrors is not None
+        servers = await serve_kubelet(kubelet_dir, self.config.node, self.volumes, self.health, takes_mirrors)
         ends.push_async_callback(servers.stop)
 
     async def _close(self) -> bool:
@@ -237,6 +258,9 @@ class Agent:
         """Persists all that is held of the run."""
         for found in self._launches(job, run):
             self.rooms[job].flush(found, FlushCause.REQUESTED)
+        if self.mirrors is not None and job in self.rooms:
+            self.rooms[job].mirrors.flush(lambda name: launch_of(name, run) is not None)
+            self.mirrors.act(self.rooms[job])
 
     def carry_out(self, requests: tuple[NodeRequest, ...]) -> None:
         """What the operator asks for, from now on: whoever joins later hears of it, too."""
@@ -249,6 +273,15 @@ class Agent:
                     self.request_save(request.job, request.run)
                 case _:
                     assert_never(request.action)
+
+    def take_gangs(self, gangs: tuple[Gang, ...]) -> None:
+        """Which gangs mirror their steps, and between which nodes."""
+        if self.mirrors is not None:
+            self.mirrors.take(gangs)
+
+    async def fetch_mirrored(self, room: Room, path: str, run: str) -> FetchedFile | None:
+        """A rank's file from another node's memory, if it is to be had there."""
+        return await self.mirrors.fetch(room, path, run) if self.mirrors is not None else None
 
     def is_save_requested(self, job: JobKey, run: str) -> bool:
         """Whether the operator waits for the run's last save."""
@@ -275,7 +308,7 @@ class Agent:
             return
         room = self._room(JobKey.parse(launching.job), launching.storage_uri, credentials)
         if (room.storage_uri, room.credentials) == (launching.storage_uri, credentials):
-            await room.foresee(launching)
+            await room.foresee(launching, lambda path: self.fetch_mirrored(room, path, launching.run))
 
     def room_for(self, hello: Hello, credentials: Mapping[str, str]) -> Room:
         """The room of a rank's job, with the credentials that its newest pods bring along.
@@ -322,6 +355,9 @@ class Agent:
         shares of other living jobs.
         """
         wanted_bytes -= self.lending.make_room(wanted_bytes, room)
+        for other in self.rooms.values():
+            wanted_bytes -= other.fetched.release(wanted_bytes)
+            wanted_bytes -= other.mirrors.release(wanted_bytes)
         others = [other for other in self.rooms.values() if other is not room]
         for candidate in (*others, room):
             wanted_bytes -= candidate.slots.release_idle(wanted_bytes)
@@ -345,6 +381,7 @@ class Agent:
                 credentials,
                 config=self.config,
                 memory=self.memory,
+                mirror_room=self.mirror_room,
                 metrics=self.metrics,
                 changed=self.changed,
             )
@@ -358,6 +395,7 @@ class Agent:
             memory_used_bytes=sum(room.memory_bytes for room in self.rooms.values()),
             jobs=tuple(status for _, room in sorted(self.rooms.items()) for status in room.status()),
             notice=self._notice,
+            mirror_address=self.mirrors.address if self.mirrors is not None else None,
         )
 
     def _status(self) -> Status:
@@ -365,6 +403,8 @@ class Agent:
 
     def changed(self, at_once: bool) -> None:
         """Something worth telling happened; told at once, or together with what else happens in a moment."""
+        if self.mirrors is not None:
+            self.mirrors.wake()
         if self._node_writer is not None:
             self._node_writer.changed(at_once)
         if not self._watchers:

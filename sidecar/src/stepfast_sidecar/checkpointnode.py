@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from stepfast.errors import AgentError, SpecError
 from stepfast.nodestatus import JobStatus, NodeStatus, RankStatus, format_time, to_document
 from stepfast.step import JobKey, is_run
+from stepfast_sidecar.gangs import Gang, parse_gang
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Source(Protocol):
 
     def status(self) -> NodeStatus: ...
     def carry_out(self, requests: tuple[NodeRequest, ...]) -> None: ...
+    def take_gangs(self, gangs: tuple[Gang, ...]) -> None: ...
 
 
 def requests_of(found: Object) -> tuple[NodeRequest, ...]:
@@ -100,6 +102,17 @@ def requests_of(found: Object) -> tuple[NodeRequest, ...]:
         except (KeyError, TypeError, ValueError, SpecError) as error:
             log.error("a request of the operator is not understood: %s (%s)", entry, error)
     return tuple(requests)
+
+
+def gangs_of(found: Object) -> tuple[Gang, ...]:
+    """The gangs that mirror their steps, as the spec names them. What does not make sense is passed over, and said."""
+    gangs = []
+    for entry in (found.get("spec") or {}).get("gangs") or ():
+        try:
+            gangs.append(parse_gang(entry))
+        except (KeyError, TypeError, ValueError, SpecError) as error:
+            log.error("a gang that the operator names is not understood: %s (%s)", entry, error)
+    return tuple(gangs)
 
 
 def news_of(status: NodeStatus) -> tuple[object, ...]:
@@ -133,8 +146,8 @@ def status_document(
     document = to_document(status)
     del document["node"]
     for job in document["jobs"]:
-        if "persistError" in job:
-            job["persistError"] = job["persistError"][:_ERROR_CHARACTERS]
+        for error in {"persistError", "mirrorError"} & job.keys():
+            job[error] = job[error][:_ERROR_CHARACTERS]
         for number, rank in enumerate(job["ranks"]):
             metrics = rank.pop("metrics", {})
             if number == 0 and metrics:  # the gang's are those of its first rank; JSON has no NaN
@@ -260,6 +273,7 @@ class CheckpointNodeWriter:
             return
         if self._seen is None or self._seen[0] != now_seen[0]:
             self._since = time.time()
+        self._source.take_gangs(gangs_of(found))
         self._source.carry_out(requests_of(found))
         self._seen = now_seen
         self._wake.set()

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 _REGISTRATION = "the kubelet to register the driver"
 
 
-async def serve_kubelet(kubelet_dir: Path, node: str, volumes: Volumes, health: Health) -> CsiServers:
+async def serve_kubelet(
+    kubelet_dir: Path, node: str, volumes: Volumes, health: Health, takes_mirrors: bool
+) -> CsiServers:
     """The driver's servers, started; ready once the kubelet has registered it. Raises AgentError."""
     from stepfast_sidecar.csi import CsiServers
 
@@ -25,7 +27,7 @@ async def serve_kubelet(kubelet_dir: Path, node: str, volumes: Volumes, health: 
         (health.done if is_registered else health.wait_for)(_REGISTRATION)
 
     health.wait_for(_REGISTRATION)
-    servers = CsiServers(kubelet_dir, node, volumes, registered)
+    servers = CsiServers(kubelet_dir, node, volumes, registered, takes_mirrors=takes_mirrors)
     await servers.start()
     return servers
 

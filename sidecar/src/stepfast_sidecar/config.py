@@ -12,6 +12,23 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 """Of the container that this is: versions 2 and 1."""
 
 
+LEAST_MIRROR_BANDWIDTH = 16 << 20
+"""Bytes a second: with less, pieces of several jobs come so rarely that a living agent seems to be gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorSettings:
+    """`host` and `port` are where other agents reach this one, which listens there; `credentials`: a folder with
+    `tls.crt`, `tls.key` and `ca.crt`; `limit_bytes`: what other nodes' steps may take here.
+    """
+
+    host: str
+    port: int
+    credentials: Path
+    bytes_per_second: int
+    limit_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """How this node's agent runs. Sizes in bytes, times in seconds."""
@@ -24,6 +41,7 @@ class Config:
     storage_root: str | None = None
     allowed_storage: tuple[str, ...] = ()
     checkpoint_node: bool = False
+    mirrors: MirrorSettings | None = None
     metrics_address: str = "127.0.0.1"
     metrics_port: int | None = None
     metadata_endpoint: str | None = None
@@ -42,6 +60,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
     parser = argparse.ArgumentParser(prog="stepfast-agent", description="The node's checkpoint agent.")
     parser.add_argument("--socket", type=Path, help="unix socket to serve, for processes of this user")
     _add_cluster_options(parser)
+    _add_mirror_options(parser)
     parser.add_argument("--memory-dir", type=Path, required=True, help="folder of a tmpfs, for this agent alone")
     parser.add_argument(
         "--memory-limit", required=True, metavar="BYTES",
@@ -81,10 +100,12 @@ def parse_config(arguments: Sequence[str]) -> Config:
         parser.error("--kubelet-dir must be the kubelet's own, absolute path")
     if not parsed.node:
         parser.error("--node, or the environment variable NODE_NAME, is needed")
+    limit = _memory_limit(parser, parsed.memory_limit, parsed.memory_dir)
     return Config(
         socket=parsed.socket,
         memory_dir=parsed.memory_dir,
-        memory_limit_bytes=_memory_limit(parser, parsed.memory_limit, parsed.memory_dir),
+        memory_limit_bytes=limit,
+        mirrors=_mirrors(parser, parsed, limit),
         kubelet_dir=parsed.kubelet_dir,
         storage_root=parsed.storage_root or None,
         allowed_storage=tuple(parsed.allow_storage),
@@ -119,6 +140,44 @@ def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
         "and flush when it is",
     )  # fmt: skip
     parser.add_argument("--checkpoint-node", action="store_true", help="keep this node's CheckpointNode in the cluster")
+
+
+def _add_mirror_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mirror-port", type=int,
+        help="take steps of other nodes of a gang on this port, and have theirs taken by others (default: neither)",
+    )  # fmt: skip
+    parser.add_argument("--mirror-host", metavar="ADDRESS", help="where others reach this agent (default: $POD_IP)")
+    parser.add_argument(
+        "--mirror-credentials", type=Path, metavar="FOLDER",
+        help="tls.crt, tls.key and ca.crt, by which agents know each other",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mirror-bandwidth", type=int, default=256 << 20, metavar="BYTES",
+        help="a second that may go out to others (default: 256 MiB)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mirror-memory", type=int, metavar="BYTES",
+        help="that steps of other nodes may take of the memory tier (default: half of it)",
+    )  # fmt: skip
+
+
+def _mirrors(parser: argparse.ArgumentParser, parsed: argparse.Namespace, memory_limit: int) -> MirrorSettings | None:
+    if parsed.mirror_port is None:
+        return None
+    host = parsed.mirror_host or os.environ.get("POD_IP")
+    if not host or parsed.mirror_credentials is None:
+        parser.error("--mirror-port needs --mirror-credentials, and --mirror-host or the environment variable POD_IP")
+    if parsed.mirror_bandwidth < LEAST_MIRROR_BANDWIDTH:
+        parser.error(f"--mirror-bandwidth: at least {LEAST_MIRROR_BANDWIDTH} bytes a second")
+    limit = memory_limit // 2 if parsed.mirror_memory is None else parsed.mirror_memory
+    return MirrorSettings(
+        host=host,
+        port=parsed.mirror_port,
+        credentials=parsed.mirror_credentials,
+        bytes_per_second=parsed.mirror_bandwidth,
+        limit_bytes=min(limit, memory_limit),
+    )
 
 
 def _memory_limit(parser: argparse.ArgumentParser, text: str, memory_dir: Path) -> int:

@@ -41,9 +41,15 @@ class Publisher(Protocol):
 
 
 class CsiServers:
-    """Serves the kubelet. `registered` is told whether the kubelet took the driver in."""
+    """Serves the kubelet. `registered` is told whether the kubelet took the driver in; `takes_mirrors`: whether jobs
+    may ask for them here.
+    """
 
-    def __init__(self, kubelet_dir: Path, node: str, publisher: Publisher, registered: Callable[[bool], None]) -> None:
+    def __init__(
+        self, kubelet_dir: Path, node: str, publisher: Publisher, registered: Callable[[bool], None], *,
+        takes_mirrors: bool,
+    ) -> None:  # fmt: skip
+        self._takes_mirrors = takes_mirrors
         self._socket = kubelet_dir / "plugins" / DRIVER / "csi.sock"
         self._registration_socket = kubelet_dir / "plugins_registry" / f"{DRIVER}-reg.sock"
         self._pods_folder = str(kubelet_dir / "pods")
@@ -149,7 +155,7 @@ class CsiServers:
         try:
             volume = volume_of(
                 id=request.volume_id, target_path=request.target_path, context=dict(request.volume_context),
-                secrets=dict(request.secrets), pods_folder=self._pods_folder,
+                secrets=dict(request.secrets), pods_folder=self._pods_folder, takes_mirrors=self._takes_mirrors,
             )  # fmt: skip
         except VolumeRefused as error:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))

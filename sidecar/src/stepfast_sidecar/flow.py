@@ -51,6 +51,8 @@ class RunFlow:
         self.holdings: dict[tuple[int, int], Holding] = {}
         self.ranks: set[int] = set()
         """Of this node, that have been here. Who shares in a step of some ranks alone has come before that is known."""
+        self.spared: frozenset[tuple[int, int]] = frozenset()
+        """By rank and slot: what is given to a save only when nothing else is left; it is being mirrored."""
         self._steps: dict[int, _Step] = {}
         self._wanted: set[int] = set()
         self._copying: dict[int, set[int]] = {}  # by rank, reserved slots that it has not given up
@@ -134,7 +136,8 @@ class RunFlow:
     def _preference(self, holding: Holding) -> tuple[int, int]:
         order = {Held.RESERVED: 0, Held.FREE: 1, Held.PERSISTED: 2, Held.STAGED: 4, Held.PERSISTING: 9}
         newest = holding.held is Held.PERSISTED and self._is_newest(holding)
-        return order[holding.held] + newest, holding.step or 0
+        is_spared = (holding.rank, holding.slot) in self.spared
+        return order[holding.held] + newest + 5 * is_spared, holding.step or 0
 
     # ------------------------------------------------------------ events
 
@@ -288,9 +291,17 @@ class RunFlow:
         held = self._held_steps((Held.STAGED,))
         return sorted(step for step in held if not self._is_complete(step))
 
-    def memory_step(self) -> int | None:
-        """The newest step that every rank of this node holds in memory, whole."""
-        return max((step for step in self._held_steps(Held) if self._is_complete(step)), default=None)
+    def memory_step(self, *, due: bool = False) -> int | None:
+        """The newest step that every rank of this node holds in memory, whole; `due`: of those to be persisted."""
+        return max((step for step in self._held_steps(Held, due=due) if self._is_complete(step)), default=None)
+
+    def is_whole(self, step: int) -> bool:
+        """Whether every rank of this node holds all its files of the step."""
+        return self._is_complete(step)
+
+    def held(self, step: int) -> tuple[Holding, ...]:
+        """The slots that hold whole files of the step, by rank."""
+        return tuple(self._of_step(step))
 
     def pending_steps(self) -> list[int]:
         """Steps that are due, complete on this node (or with windows that are on their way) and not committed; not
@@ -313,6 +324,11 @@ class RunFlow:
     def unpersisted_of(self, rank: int) -> tuple[int, ...]:
         """The rank's steps that are staged and due and not persisted."""
         return tuple(sorted(self._held_steps((Held.STAGED, Held.PERSISTING), due=True, rank=rank)))
+
+    @property
+    def is_flushing(self) -> bool:
+        """Whether all that is held is to be persisted, and all that will be."""
+        return self._flushing
 
     @property
     def is_persisting(self) -> bool:

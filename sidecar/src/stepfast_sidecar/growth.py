@@ -38,6 +38,7 @@ async def watch_growth(rooms: Mapping[JobKey, Room]) -> None:
                     if session.alive:
                         _send_away(session, grown(slots[0]))
                 await cut_back(slots)
+            await cut_back(room.mirrors.grown())
             if room.lent.has_grown():
                 # Nobody knows which rank it was.
                 for session in [session for run in room.runs.values() for session in run.sessions.values()]:
@@ -60,4 +61,4 @@ async def cut_back(slots: Iterable[SlotFile]) -> None:
         except OSError as error:
             log.error("%s is larger than it was made, and stays so: %s", slot.path, error)
         else:
-            log.warning("%s was made larger by its rank, and is cut back", slot.path)
+            log.warning("%s was made larger by a rank, and is cut back", slot.path)

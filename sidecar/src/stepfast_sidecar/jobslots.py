@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from stepfast.layout import parse_data_path
+from stepfast.layout import DataName
 from stepfast.messages import Hello
 from stepfast.slot import SlotState
 from stepfast.step import JobKey
@@ -35,11 +35,8 @@ class JobSlots:
         """Writes into the slot, if it is still there, what became of its bytes."""
         self.of(holding.rank).note(holding.slot, holding.seq, verdict)
 
-    def held_file(self, path: str) -> SlotFile | None:
+    def held_file(self, wanted: DataName) -> SlotFile | None:
         """The slot that holds exactly that persisted file, if one still does."""
-        wanted = parse_data_path(path)
-        if wanted is None:
-            return None
         asked = (wanted.step, wanted.run, wanted.name, wanted.world_size)
         for run in self._runs.values():
             for holding in run.flow.slots_of(wanted.rank):

@@ -8,6 +8,8 @@ slot, so that a tenant who truncates one kills nobody else.
     <memory folder>/.volumes/<volume>.json
     <memory folder>/<namespace>/<job>/<rank>/slot-<index>-<generation>-<data bytes>
     <memory folder>/<namespace>/<job>/lent/<data bytes>-<name>
+
+What stands beside them in a job's folder for other nodes is `mirrorfiles`'.
 """
 
 from __future__ import annotations
@@ -193,13 +195,17 @@ class MemoryTier:
         self._taken += size_bytes
         return True
 
+    def count(self, size_bytes: int) -> None:
+        """Of a file that an earlier agent left: it is there, whatever the limit says now."""
+        self._taken += size_bytes
+
     def give_back(self, size_bytes: int) -> None:
         """Of a slot that was not made after all."""
         self._taken -= size_bytes
 
     def create(self, job: JobKey, rank: int, index: int, generation: int, capacity_bytes: int) -> SlotFile:
         """Makes a slot and all its pages; blocks about 0.3 s a GiB. Raises OSError when memory is exhausted."""
-        folder = self._folder(job) / f"{rank:05d}"
+        folder = self.folder(job) / f"{rank:05d}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         slot = SlotFile(
             path=folder / f"slot-{index}-{generation}-{capacity_bytes}",
@@ -228,7 +234,7 @@ class MemoryTier:
 
     def lend(self, job: JobKey, name: str, data_bytes: int) -> LentFile:
         """Makes a file for ranks to share, whose room was taken before. Raises OSError."""
-        folder = self._folder(job) / _LENT
+        folder = self.folder(job) / _LENT
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lent = LentFile(path=folder / f"{data_bytes}-{name}", data_bytes=data_bytes)
         descriptor = os.open(lent.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -255,7 +261,7 @@ class MemoryTier:
 
     def remember(self, job: JobKey, settings: dict[str, object]) -> None:
         """Notes what a restarted agent must know of the job, credentials among it: for this user's eyes alone."""
-        folder = self._folder(job)
+        folder = self.folder(job)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         building = folder / ".job.json"
         descriptor = os.open(building, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -265,7 +271,7 @@ class MemoryTier:
 
     def forget(self, job: JobKey) -> None:
         """Frees all that is held of the job."""
-        shutil.rmtree(self._folder(job), ignore_errors=True)
+        shutil.rmtree(self.folder(job), ignore_errors=True)
 
     def jobs(self) -> Iterator[tuple[JobKey, dict[str, object], dict[int, list[SlotFile]]]]:
         """What an earlier agent left: each job, its settings, and its slots by rank. Removes what is none of these.
@@ -301,7 +307,7 @@ class MemoryTier:
             )
             if slot.has_grown():
                 slot.cut_back()
-            self._taken += slot.size_bytes
+            self.count(slot.size_bytes)
             slots.setdefault(int(path.parent.name), []).append(slot)
         return slots
 
@@ -309,5 +315,6 @@ class MemoryTier:
         """The bytes of all slots that are there or being made."""
         return self._taken
 
-    def _folder(self, job: JobKey) -> Path:
+    def folder(self, job: JobKey) -> Path:
+        """Of one job: all that is held of it."""
         return self._root / job.namespace / job.name

@@ -68,6 +68,20 @@ class Metrics:
             self._restore.labels(tier=tier)
         for cause in FlushCause:
             self._flush.labels(cause=cause)
+        self._mirrored = Counter(
+            f"{prefix}_mirror_steps", "Steps sent to the agent that mirrors them.", ["outcome"], registry=self.registry
+        )
+        self._mirrored_bytes = Counter(f"{prefix}_mirror_bytes", "Bytes that went out so.", registry=self.registry)
+        self._mirror_duration = Histogram(
+            f"{prefix}_mirror_duration_seconds", "A node's step, until another holds it.", buckets=_SECONDS,
+            registry=self.registry,
+        )  # fmt: skip
+        self._fetched_bytes = Counter(
+            f"{prefix}_mirror_fetched_bytes", "Bytes restored out of other nodes' memory.", registry=self.registry
+        )
+        self._mirrors_used = Gauge(
+            f"{prefix}_mirror_memory_used_bytes", "Memory that other nodes' steps take.", registry=self.registry
+        )
         self._used = Gauge(f"{prefix}_memory_used_bytes", "Memory tier in use.", registry=self.registry)
         self._limit = Gauge(f"{prefix}_memory_limit_bytes", "Memory tier's limit.", registry=self.registry)
         self._lag = Gauge(f"{prefix}_persist_lag_seconds", "Age of the oldest pending step.", registry=self.registry)
@@ -79,6 +93,7 @@ class Metrics:
         *,
         limit_bytes: int,
         used_bytes: Callable[[], int],
+        mirror_bytes: Callable[[], int],
         lag_seconds: Callable[[], float],
         anatomies: Callable[[], Mapping[JobKey, Mapping[str, float]]],
     ) -> None:
@@ -86,6 +101,7 @@ class Metrics:
         self._anatomies.read = anatomies
         self._limit.set(limit_bytes)
         self._used.set_function(used_bytes)
+        self._mirrors_used.set_function(mirror_bytes)
         self._lag.set_function(lag_seconds)
 
     def staged(self, size_bytes: int, stall_seconds: float) -> None:
@@ -107,6 +123,16 @@ class Metrics:
 
     def restored(self, tier: str, seconds: float) -> None:
         self._restore.labels(tier=tier).observe(seconds)
+
+    def mirrored(self, outcome: str, size_bytes: int, seconds: float) -> None:
+        """`outcome`: held, overtaken, refused or failed."""
+        self._mirrored.labels(outcome=outcome).inc()
+        self._mirrored_bytes.inc(size_bytes)
+        if outcome == "held":
+            self._mirror_duration.observe(seconds)
+
+    def fetched_from_mirror(self, size_bytes: int) -> None:
+        self._fetched_bytes.inc(size_bytes)
 
     def flushed(self, cause: FlushCause, seconds: float) -> None:
         self._flush.labels(cause=cause).observe(seconds)

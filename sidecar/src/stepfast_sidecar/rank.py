@@ -369,13 +369,21 @@ class _RankServer:
     async def _fetch(self, message: Fetch) -> None:
         if not is_readable_path(message.path):
             raise ProtocolError(f"{message.path!r} is no file of a step")
-        held = None if message.refresh else self._room.slots.held_file(message.path)
+        held = None if message.refresh else self._room.held_file(message.path)
         if held is not None:
             record = held.read_control().record
             if record is not None:
                 fetched = Fetched(id=message.id, offset=CONTROL_BYTES, size_bytes=record.file_bytes, tier=Tier.MEMORY)
                 self._session.peer.send(fetched, held.open(writable=False))
                 return
+        mirrored = (
+            None if message.refresh else await self._agent.fetch_mirrored(self._room, message.path, self._run.flow.run)
+        )
+        if mirrored is not None:
+            size = mirrored.size_bytes
+            fetched = Fetched(id=message.id, offset=0, size_bytes=size, tier=Tier.MEMORY)
+            self._session.peer.send(fetched, mirrored.open())
+            return
         descriptor, size = await self._open(message.path)
         self._session.peer.send(Fetched(id=message.id, offset=0, size_bytes=size, tier=Tier.PERSISTENT), descriptor)
 

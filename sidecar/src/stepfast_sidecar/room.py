@@ -7,11 +7,11 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, assert_never
 
 from stepfast.errors import ProtocolError
-from stepfast.layout import job_folder
+from stepfast.layout import job_folder, parse_data_path
 from stepfast.messages import Committed, Dropped, Hello, Launching, PersistFailed, Unreferable
 from stepfast.nodestatus import JobStatus
 from stepfast.ranks import EVERY_RANK
@@ -19,10 +19,12 @@ from stepfast.slot import ControlPage, SlotRecord, SlotState
 from stepfast.step import JobKey
 from stepfast_sidecar.commits import Commits
 from stepfast_sidecar.config import Config
+from stepfast_sidecar.fetched import FetchedFiles
 from stepfast_sidecar.flow import RunFlow
 from stepfast_sidecar.flushes import Flushes
 from stepfast_sidecar.history import History
 from stepfast_sidecar.holdings import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow
+from stepfast_sidecar.jobmirrors import JobMirrors, MirrorRoom
 from stepfast_sidecar.jobslots import JobSlots
 from stepfast_sidecar.lent import JobLent
 from stepfast_sidecar.memory import MemoryTier, SlotFile
@@ -49,6 +51,7 @@ class Room:
         *,
         config: Config,
         memory: MemoryTier,
+        mirror_room: MirrorRoom,
         metrics: Metrics,
         changed: Callable[[bool], None],
     ) -> None:
@@ -57,6 +60,8 @@ class Room:
         self.runs: dict[str, Run] = {}  # the newest last
         self.slots = JobSlots(job, memory, self.runs)
         self.lent = JobLent(job, memory)
+        self.mirrors = JobMirrors(job, memory, mirror_room)
+        self.fetched = FetchedFiles(job, memory)
         self._config, self._memory, self._metrics = config, memory, metrics
         self._changed = changed  # called with True when the change must be published at once
         self._tasks = Tasks(str(job))
@@ -96,6 +101,19 @@ class Room:
 
     # ------------------------------------------------------------ runs and ranks
 
+    @property
+    def _all_runs(self) -> list[Run]:
+        """With those of other nodes, of which something is mirrored here."""
+        return [*self.runs.values(), *self.mirrors.runs]
+
+    def _files(self, run: Run) -> JobSlots | JobMirrors:
+        return self.slots if run.origin is None else self.mirrors
+
+    def held_file(self, path: str) -> SlotFile | None:
+        """The slot, of this node's ranks or another's, that holds exactly that persisted file, if one does."""
+        wanted = parse_data_path(path)
+        return None if wanted is None else self.slots.held_file(wanted) or self.mirrors.held_file(wanted)
+
     def session_of(self, hello: Hello) -> Session | None:
         """The rank as it was known before this hello. Raises ProtocolError when the run is of another size."""
         run = self.runs.get(hello.run)
@@ -130,6 +148,7 @@ class Room:
 
     def adopt(self, slots: Mapping[int, list[SlotFile]], local_world_sizes: Mapping[str, object]) -> None:
         """Takes over what an earlier agent left: what was staged is persisted, what was persisted may be restored."""
+        self.mirrors.adopt()
         found = [(rank, file, file.read_control()) for rank, files in slots.items() for file in files]
         for rank, file, _ in found:
             self.slots.of(rank).add(file)
@@ -157,13 +176,15 @@ class Room:
             for step in run.flow.uncommitted_parts():
                 self._commits.start(run, step)
 
-    async def foresee(self, launching: Launching) -> None:
-        """Ranks are about to start: what they will restore and memory does not hold is fetched meanwhile."""
+    async def foresee(self, launching: Launching, fetch: Callable[[str], Awaitable[object | None]]) -> None:
+        """Ranks are about to start: what they will restore and memory does not hold is fetched meanwhile, with `fetch`
+        from other nodes' memory, else from the storage.
+        """
         step, first, ranks = launching.resume_step, launching.first_rank, launching.ranks
         with contextlib.suppress(PersisterLost, RequestFailed):  # the ranks will hear of it, should it last
             found = await self.persister.request("restorable", step=step, first_rank=first, ranks=ranks)
             for path in found["paths"]:
-                if self.slots.held_file(path) is None:
+                if self.held_file(path) is None and await fetch(path) is None:
                     await self.persister.request("foresee", path=path)
 
     def flush(self, run: Run, cause: FlushCause | None = None) -> None:
@@ -249,7 +270,7 @@ class Room:
                 sharers=str(effect.sharers) if effect.sharers is not None else EVERY_RANK,
                 tag=effect.tag,
                 refers=effect.refers,
-                slots=[self._slot_ref(holding) for holding in effect.holdings],
+                slots=[self._slot_ref(run, holding) for holding in effect.holdings],
                 streamed=run.streamed_files(effect.step),
             )
         except PersisterLost:
@@ -261,7 +282,7 @@ class Room:
         run.saved[effect.step] = (saved_time, answer["size"])
         run.forget_streamed(effect.step)
         for holding in effect.holdings:
-            self.slots.note(holding, SlotState.PERSISTED)
+            self._files(run).note(holding, SlotState.PERSISTED)
         run.failures, run.persist_failure = 0, None
         self.carry_out(run, run.flow.persisted(effect.step))
         await self._commits.commit(run, effect.step)
@@ -279,7 +300,7 @@ class Room:
                     step=record.step,
                     run=record.run,
                     world_size=record.world_size,
-                    slot=self._slot_ref(holding),
+                    slot=self._slot_ref(run, holding),
                 )
             except PersisterLost:
                 return
@@ -326,7 +347,7 @@ class Room:
 
     def _persister_lost(self) -> None:
         self._metrics.failed("PersisterLost")
-        for run in self.runs.values():
+        for run in self._all_runs:
             for session in run.sessions.values():
                 session.break_stream()
             if run.flow.is_persisting:
@@ -349,7 +370,7 @@ class Room:
     def _dropped(self, run: Run, effect: DropStep) -> None:
         step = effect.step
         for holding in effect.holdings:
-            self.slots.note(holding, SlotState.DROPPED)
+            self._files(run).note(holding, SlotState.DROPPED)
         run.forget_streamed(step)
         run.dropped += 1
         self._metrics.dropped()
@@ -365,12 +386,12 @@ class Room:
         async with self.freed:
             self.freed.notify_all()
 
-    def _slot_ref(self, holding: Holding) -> dict[str, Any]:
+    def _slot_ref(self, run: Run, holding: Holding) -> dict[str, Any]:
         record = holding.record
         if record is None:
             raise ValueError("a slot without a record cannot be persisted")
         return {
-            "path": str(self.slots.file(holding).path), "seq": holding.seq, "rank": holding.rank,
+            "path": str(self._files(run).file(holding).path), "seq": holding.seq, "rank": holding.rank,
             "name": record.name, "file_bytes": record.file_bytes, "window_begin": record.window_begin,
             "window_bytes": record.window_bytes,
         }  # fmt: skip
@@ -379,12 +400,12 @@ class Room:
 
     def status(self) -> list[JobStatus]:
         """The newest runs, for the node's status."""
-        return [run.status(self.job) for run in list(self.runs.values())[-2:]]
+        return [self.mirrors.with_mirrors(run.status(self.job)) for run in list(self.runs.values())[-2:]]
 
     @property
     def memory_bytes(self) -> int:
         """What the job takes of the memory tier: slots, and what its ranks borrowed beside them."""
-        return self.slots.size_bytes + self.lent.size_bytes
+        return self.slots.size_bytes + self.lent.size_bytes + self.mirrors.size_bytes + self.fetched.size_bytes
 
     @property
     def is_living(self) -> bool:
@@ -401,7 +422,7 @@ class Room:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is left to persist, to commit or to note."""
-        return self._history.is_idle and not any(run.flow.pending_steps() for run in self.runs.values())
+        return self._history.is_idle and not any(run.flow.pending_steps() for run in self._all_runs)
 
     @property
     def waits_for_others(self) -> bool:
@@ -409,7 +430,7 @@ class Room:
 
         Nobody has to stay for those: who writes a step's last part commits it.
         """
-        return self._history.is_idle and all(run.waits_for_others for run in self.runs.values())
+        return self._history.is_idle and all(run.waits_for_others for run in self._all_runs)
 
     @property
     def left_time(self) -> float:
@@ -420,9 +441,7 @@ class Room:
     @property
     def lag_seconds(self) -> float:
         """The age of the oldest step that waits to be persisted or committed; 0 when there is none."""
-        saved = [
-            run.saved[step][0] for run in self.runs.values() for step in run.flow.pending_steps() if step in run.saved
-        ]
+        saved = [run.saved[step][0] for run in self._all_runs for step in run.flow.pending_steps() if step in run.saved]
         return max(0.0, time.time() - min(saved)) if saved else 0.0
 
     def leave(self) -> None:
@@ -430,6 +449,8 @@ class Room:
         self._tasks.end()  # what they would persist is gone
         self.slots.release_all()
         self.lent.take_back()
+        self.mirrors.release_all()
+        self.fetched.release_all()
 
     async def close(self) -> None:
         """Ends the persister and everything under way."""

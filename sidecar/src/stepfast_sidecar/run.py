@@ -103,6 +103,9 @@ class Run:
     """By step, rank and name: the entry of a file that was stored window by window, for the node's part."""
     failures: int = 0
     final_step: int | None = None
+    mirrored_step: int | None = None  # the newest that another node holds in memory, too
+    mirror_error: str | None = None
+    origin: int | None = None  # index of the node that it is mirrored of; None: it is this node's own
     may_commit: asyncio.Event = field(default_factory=_open)  # while steps of another history are not in its way
 
     def leads(self, step: int) -> bool:
@@ -203,6 +206,8 @@ class Run:
             pending_steps=tuple(self.flow.pending_steps()),
             persist_error=self.persist_error,
             final_step=self.final_step,
+            mirrored_step=self.mirrored_step,
+            mirror_error=self.mirror_error,
         )  # fmt: skip
 
 

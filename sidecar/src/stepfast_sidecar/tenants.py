@@ -54,6 +54,7 @@ class Volume:
     pod: str
     pod_uid: str
     service_account: str
+    mirrors: bool = False  # whether another node of the gang is to hold the job's steps, too
     credentials: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -62,8 +63,9 @@ class Volume:
 
 
 def volume_of(
-    *, id: str, target_path: str, context: Mapping[str, str], secrets: Mapping[str, str], pods_folder: str
-) -> Volume:
+    *, id: str, target_path: str, context: Mapping[str, str], secrets: Mapping[str, str], pods_folder: str,
+    takes_mirrors: bool = False,
+) -> Volume:  # fmt: skip
     """The volume that a kubelet asks for. Raises VolumeRefused."""
     info = {key: context.get(f"{_POD_INFO}/{key}", "") for key in ("pod.name", "pod.namespace", "pod.uid")}
     owner = f"pod {info['pod.namespace']}/{info['pod.name']}"
@@ -80,6 +82,12 @@ def volume_of(
     run = context.get("run", "")
     if not is_run(run):
         raise VolumeRefused(f"{owner}: volumeAttributes.run: {run!r} is no run")
+    mirrors = context.get("mirrors", "0") != "0"
+    if mirrors and not takes_mirrors:
+        raise VolumeRefused(
+            f"{owner}: the job asks for mirrors (checkpoint.memory.mirrors), and this node's agent takes none: install "
+            "it with sidecar.mirrors.enabled, or leave them out"
+        )
     credentials = {name: secrets[name] for name in CREDENTIAL_NAMES if secrets.get(name)}
     if secrets and not credentials:
         raise VolumeRefused(f"{owner}: its secret holds no credentials; known are {', '.join(CREDENTIAL_NAMES)}")
@@ -87,7 +95,7 @@ def volume_of(
         raise VolumeRefused(f"{owner}: its secret holds a zero byte")
     return Volume(
         id=id, target_path=target_path, job=job, run=run, pod=info["pod.name"], pod_uid=info["pod.uid"],
-        service_account=context.get(f"{_POD_INFO}/serviceAccount.name", ""), credentials=credentials,
+        service_account=context.get(f"{_POD_INFO}/serviceAccount.name", ""), mirrors=mirrors, credentials=credentials,
     )  # fmt: skip
 
 

@@ -57,6 +57,10 @@ class Volumes:
         """The volume as it was published, or is going to be."""
         return self._noted.get(volume_id)
 
+    def has_mirrors(self, job: JobKey) -> bool:
+        """Whether a pod of the job says that its steps are mirrored."""
+        return any(volume.mirrors for volume in self._noted.values() if volume.job == job)
+
     async def republish(self) -> None:
         """Gives every volume of an earlier agent its socket back. One that fails is tried again in the background."""
         for volume in await asyncio.to_thread(_read_notes, self._folder):

@@ -39,6 +39,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "admissionPolicy": {"enabled": False},
         "rbac": {"aggregateToDefaultRoles": False},
     },
+    "mirrors": {"sidecar": {"mirrors": {"enabled": True}}},
     "everything": {
         "fullnameOverride": "resilient",
         "podGroups": {"kueue": True, "volcano": True, "coscheduling": True},
@@ -69,6 +70,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "sidecar": {
             "image": {"repository": "sidecar", "tag": "1.2"},
             "memory": {"limit": "64.5Gi", "overhead": 2147483648, "hostPath": "/dev/shm/tier"},
+            "mirrors": {"enabled": True, "port": 9700, "bandwidth": "1Gi", "memory": "16Gi", "secretName": "agents"},
             "kubeletDir": "/mnt/kubelet",
             "flushTimeoutSeconds": 60,
             "evictionNotices": {"enabled": True, "endpoint": "http://169.254.169.253:8080"},

@@ -28,6 +28,7 @@ ACCEPTED: dict[str, Any] = {
     "arguments alone": {"trainer": {"args": ["train.py"]}},
     "interval auto": {**LEAST, "checkpoint": {"interval": "auto"}},
     "interval in seconds": {**LEAST, "checkpoint": {"interval": {"seconds": 0.5}}},
+    "a mirror": {**LEAST, "checkpoint": {"memory": {"mirrors": 1}}},
     "size in bytes": {**LEAST, "checkpoint": {"memory": {"sizeLimit": 200_000_000}}},
     "least memory": {**LEAST, "checkpoint": {"memory": {"sizeLimit": 8392704}}},
     "least memory of two ranks": {
@@ -106,6 +107,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "never stale": (checkpoint(maxStalenessSeconds=0), "should be greater than 0"),
     "storage without a scheme": (checkpoint(storageUri="/data"), "needs a scheme, as in abfss://"),
     "secret's name": (checkpoint(secretRef={"name": "A_b"}), "is no Secret's name"),
+    "two mirrors": (checkpoint(memory={"mirrors": 2}), "should be less than or equal to 1"),
     "no size": (checkpoint(memory={"sizeLimit": "64X"}), "is no size: write bytes, or as in 64Gi or 500M"),
     "size in thousandths": (checkpoint(memory={"sizeLimit": "9000000000000m"}), "is no size"),
     "too little memory": (checkpoint(memory={"sizeLimit": "8Mi"}),

@@ -174,6 +174,16 @@ class Job:
     def _folder(self) -> str:
         return f"{self.namespace}/{self.name}"
 
+    def wait_for_mirrors(self, step: int) -> None:
+        """Until each of its nodes says that another holds that step of it in memory, or a later one."""
+
+        def are_held() -> bool:
+            found = [job for node in self.cluster.get("checkpointnodes")["items"] for job in node["status"]["jobs"]]
+            ours = [job for job in found if (job["namespace"], job["name"]) == (self.namespace, self.name)]
+            return len(ours) > 1 and all(job.get("mirroredStep", 0) >= step for job in ours)
+
+        wait_until(f"{self.name}: step {step} is mirrored", are_held, seconds=SECONDS)
+
     # ---- its pods
 
     def pods(self, attempt: int) -> list[dict[str, Any]]:

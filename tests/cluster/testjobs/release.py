@@ -91,6 +91,7 @@ def install(cluster: Cluster, images: ProjectImages, azurite: Any) -> Release:
         "networkPolicy.storagePorts": f"{{{azurite.port}}}",
         "sidecar.memory.limit": "1Gi",
         "podGroups.kueue": "true",
+        "sidecar.mirrors.enabled": "true",
     }
     for component, reference in (("operator", images.operator), ("sidecar", images.sidecar)):
         repository, _, tag = reference.rpartition(":")

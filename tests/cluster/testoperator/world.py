@@ -16,6 +16,7 @@ from stepfast.nodestatus import JobStatus, NodeStatus, to_document
 from stepfast.storage.base import Store
 from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend
 from stepfast_operator.backends.requests import Requests
+from stepfast_operator.backends.rings import Rings
 from stepfast_operator.clusterjob import ClusterJob, parse_job, status_of
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.eventlog import EventLog
@@ -90,7 +91,7 @@ class World:
         listed = await self.kube.get(f"/api/v1/namespaces/{self.namespace}/pods")
         return sorted(pod["metadata"]["name"] for pod in listed["items"])
 
-    async def report(self, index: int, *jobs: JobStatus) -> None:
+    async def report(self, index: int, *jobs: JobStatus, mirror_address: str | None = None) -> None:
         """What the agent of that node reports, having done all that it was asked."""
         name = self.kubelets.node(index)
         node = {"apiVersion": "stepfast.dev/v1alpha1", "kind": "CheckpointNode", "metadata": {"name": name}}
@@ -98,7 +99,10 @@ class World:
             await self.kube.create(f"{API}/checkpointnodes", node)
             self._stack.push_async_callback(self.kube.delete, f"{API}/checkpointnodes/{name}")
         held = await self.kube.get(f"{API}/checkpointnodes/{name}")
-        status = to_document(NodeStatus(node=name, memory_limit_bytes=1, memory_used_bytes=0, jobs=jobs))
+        told = NodeStatus(
+            node=name, memory_limit_bytes=1, memory_used_bytes=0, jobs=jobs, mirror_address=mirror_address
+        )  # fmt: skip
+        status = to_document(told)
         del status["node"]
         status["observedGeneration"] = held["metadata"]["generation"]
         await self.kube.patch(f"{API}/checkpointnodes/{name}/status", {"status": status})
@@ -151,8 +155,9 @@ class Operation:
         def open_store(uri: str) -> Store:
             return world.store  # type: ignore[return-value] # as much as is needed of one
 
+        rings = Rings(kube, self.view.reports.get, self.jobs.is_under_way)
         self.cluster = Cluster(
-            kube=kube, view=self.view, requests=self.requests, lease=self.lease, storage_root="",
+            kube=kube, view=self.view, requests=self.requests, rings=rings, lease=self.lease, storage_root="",
             open_store=open_store, began_time=0.0, clock=clock or time.time,
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []

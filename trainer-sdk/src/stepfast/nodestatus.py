@@ -52,6 +52,15 @@ class SaveStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorStatus:
+    """What this node holds of another node of the gang, of that index: its newest whole step, and all bytes of it."""
+
+    node: int
+    step: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     """One run of one job on this node."""
 
@@ -68,6 +77,9 @@ class JobStatus:
     pending_steps: Sequence[int] = ()
     persist_error: str | None = None  # why persisting fails at present
     final_step: int | None = None  # the step that was saved on request before stopping
+    mirrored_step: int | None = None  # newest step of this node's ranks that another node holds in memory, too
+    mirror_error: str | None = None  # why none is, at present
+    mirrors: Sequence[MirrorStatus] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +103,7 @@ class NodeStatus:
     memory_used_bytes: int
     jobs: Sequence[JobStatus]
     notice: EvictionNotice | None = None
+    mirror_address: str | None = None  # where other agents reach this one; None: it takes no mirrors
 
     def job(self, job: JobKey, run: str) -> JobStatus | None:
         """The status of that run, if the agent knows it."""
@@ -122,6 +135,7 @@ def to_document(status: NodeStatus) -> dict[str, Any]:
         "memory": {"limitBytes": status.memory_limit_bytes, "usedBytes": status.memory_used_bytes},
         "jobs": [_job_document(job) for job in status.jobs],
         **notice,
+        **({"mirrorAddress": status.mirror_address} if status.mirror_address is not None else {}),
     }
 
 
@@ -134,6 +148,7 @@ def from_document(document: Mapping[str, Any]) -> NodeStatus:
         memory_limit_bytes=document["memory"]["limitBytes"],
         memory_used_bytes=document["memory"]["usedBytes"],
         jobs=tuple(_job_from(job) for job in document["jobs"]),
+        mirror_address=document.get("mirrorAddress"),
     )
 
 
@@ -153,8 +168,9 @@ _JOB_FIELDS = {
     "latest_persisted_step": "latestPersistedStep", "latest_persisted_time": "latestPersistedTime",
     "latest_persisted_bytes": "latestPersistedBytes", "pending_bytes": "pendingBytes",
     "persist_error": "persistError", "final_step": "finalStep",
+    "mirrored_step": "mirroredStep", "mirror_error": "mirrorError",
 }  # fmt: skip
-
+_MIRROR_FIELDS = {"node": "node", "step": "step", "size_bytes": "sizeBytes"}
 
 _NOTICE_FIELDS = {"kind": "kind", "event": "event", "seen_time": "seenTime", "not_before_time": "notBefore"}
 _TIMES = frozenset(
@@ -183,6 +199,7 @@ def _job_document(job: JobStatus) -> dict[str, Any]:
         "pendingSteps": list(job.pending_steps),
         "ranks": [_pick(rank, _RANK_FIELDS) for rank in job.ranks],
         "saves": _pick(job.saves, _SAVE_FIELDS),
+        **({"mirrors": [_pick(mirror, _MIRROR_FIELDS) for mirror in job.mirrors]} if job.mirrors else {}),
     }
 
 
@@ -192,5 +209,6 @@ def _job_from(document: Mapping[str, Any]) -> JobStatus:
         pending_steps=tuple(document["pendingSteps"]),
         ranks=tuple(RankStatus(**_read(rank, _RANK_FIELDS)) for rank in document["ranks"]),
         saves=SaveStatus(**_read(document["saves"], _SAVE_FIELDS)),
+        mirrors=tuple(MirrorStatus(**_read(mirror, _MIRROR_FIELDS)) for mirror in document.get("mirrors", ())),
         **_read(document, _JOB_FIELDS),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from math import isfinite
 from typing import Any, get_args, get_origin, get_type_hints
@@ -19,10 +19,6 @@ from stepfast.messages import FROM_AGENT, FROM_LAUNCHER, FROM_RANK, FROM_SUPERVI
 
 REQUEST_LIMIT = 64 * 1024  # bytes of one frame to the agent
 ANSWER_LIMIT = 16 * 1024 * 1024  # bytes of one frame from the agent
-
-_BY_NAME: Mapping[str, type[Message]] = {
-    cls.__name__: cls for cls in (*FROM_RANK, *FROM_LAUNCHER, *FROM_SUPERVISOR, *FROM_AGENT)
-}
 
 
 def encode(message: Message) -> bytes:
@@ -35,23 +31,38 @@ def encode(message: Message) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
+class Codec:
+    """What frames may hold: messages of these types, and no others."""
+
+    def __init__(self, types: Iterable[type[Message]]) -> None:
+        self._by_name: Mapping[str, type[Message]] = {cls.__name__: cls for cls in types}
+        self._expected = {cls: _types_of(cls) for cls in self._by_name.values()}
+        self._required = {
+            cls: {field.name for field in fields(cls) if field.default is MISSING} for cls in self._by_name.values()
+        }
+
+    def decode(self, body: bytes) -> Message:
+        """The message in a frame's body. Raises ProtocolError."""
+        try:
+            document = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"a frame is not JSON: {error}") from error
+        if not isinstance(document, dict):
+            raise ProtocolError("a frame is not a JSON object")
+        cls = self._by_name.get(str(document.pop("type", None)))
+        if cls is None:
+            raise ProtocolError("a frame of an unknown type")
+        expected = self._expected[cls]
+        # What came to a message later has a default, and who was installed before it does not send it.
+        if not self._required[cls] <= document.keys() <= expected.keys():
+            raise ProtocolError(f"{cls.__name__} with the fields {sorted(document)[:20]}")
+        values = {key: _read(f"{cls.__name__}.{key}", value, expected[key]) for key, value in document.items()}
+        return cls(**values)
+
+
 def decode(body: bytes) -> Message:
-    """The message in a frame's body. Raises ProtocolError."""
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a frame is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ProtocolError("a frame is not a JSON object")
-    cls = _BY_NAME.get(str(document.pop("type", None)))
-    if cls is None:
-        raise ProtocolError("a frame of an unknown type")
-    expected = _FIELD_TYPES[cls]
-    # What came to a message later has a default, and an SDK from before it does not send it.
-    if not _REQUIRED[cls] <= document.keys() <= expected.keys():
-        raise ProtocolError(f"{cls.__name__} with the fields {sorted(document)[:20]}")
-    values = {key: _read(f"{cls.__name__}.{key}", value, expected[key]) for key, value in document.items()}
-    return cls(**values)
+    """The message of SDK, launcher, supervisor or agent in a frame's body. Raises ProtocolError."""
+    return _NODE.decode(body)
 
 
 class Decoder:
@@ -80,8 +91,7 @@ def _types_of(cls: type[Message]) -> Mapping[str, Any]:
     return {field.name: hints[field.name] for field in fields(cls)}
 
 
-_FIELD_TYPES: Mapping[type[Message], Mapping[str, Any]] = {cls: _types_of(cls) for cls in _BY_NAME.values()}
-_REQUIRED = {cls: {field.name for field in fields(cls) if field.default is MISSING} for cls in _BY_NAME.values()}
+_NODE = Codec((*FROM_RANK, *FROM_LAUNCHER, *FROM_SUPERVISOR, *FROM_AGENT))
 
 
 def _read(where: str, value: object, want: Any) -> Any:

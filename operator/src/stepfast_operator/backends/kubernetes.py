@@ -28,6 +28,7 @@ from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.backends.jobstorage import JobStorage
 from stepfast_operator.backends.podgroups import PodGroups
 from stepfast_operator.backends.requests import Ask, Request, Requests, is_awaited
+from stepfast_operator.backends.rings import Rings
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.document import JSON, decode, encode
@@ -49,6 +50,7 @@ from stepfast_operator.placement import placement_of
 from stepfast_operator.podview import PodView
 from stepfast_operator.policies import exclusion, memory
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
+from stepfast_operator.rings import ring_of
 from stepfast_operator.room import room_of
 from stepfast_operator.turns import Turn, Turns
 from stepfast_operator.workers import had_ranks, previous_nodes, workers_of
@@ -81,6 +83,7 @@ class Cluster:
     kube: Kube
     view: ClusterView
     requests: Requests
+    rings: Rings
     lease: Lease
     storage_root: str
     open_store: Callable[[str], Store]
@@ -217,6 +220,25 @@ class KubernetesBackend:
 
     async def leave_queue(self, attempt: int) -> None:
         await self._groups.leave(self._owner, self._job.spec.pod_group_policy, attempt, self._pods())
+
+    async def tell_rings(self, *, is_over: bool) -> None:
+        """Has the agents of the gang's nodes know each other, once all pods have nodes, if its steps are mirrored.
+
+        What was told of the run before stands until then: what was mirrored of it may have to be persisted.
+        """
+        launched = self._launched()
+        if not self._job.spec.checkpoint.memory.mirrors or launched is None:
+            return
+        pods = [pod for pod in self._pods() if pod.run == launched.run and pod.is_alive]
+        nodes = {pod.index: pod.node for pod in pods if pod.node is not None}
+        if not is_over and len(nodes) < launched.nodes:
+            return
+        found = map(self._view.reports.get, nodes.values())
+        addresses = {one.node: one.mirror_address for one in found if one is not None and one.mirror_address}
+        entries = {} if is_over else ring_of(self._job.job, launched.run, nodes, addresses)
+        others = [report.node for report in self._view.reports_of(self._job.job) if report.node not in entries]
+        self._lease.check()
+        await self._cluster.rings.tell(self._job.job, entries, others)
 
     async def delete_job(self) -> None:
         self._lease.check()

@@ -1,0 +1,452 @@
+"""Steps in the memory of a second node: real agents, each with an API server of its own, and what is lost with one."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from stepfast import catalog
+from stepfast.layout import data_path
+from stepfast.slot import CONTROL_BYTES
+from stepfast.step import Tier
+
+JOB, RUN = "default/train", "uid1-1"
+AGENTS = "agents.stepfast.dev"
+
+
+class Authority:
+    """Signs certificates, each in a folder as a Secret of Kubernetes is mounted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._key = folder, ec.generate_private_key(ec.SECP256R1())
+        self._certificate = self._sign("the agents' authority", self._key, None)
+
+    def issue(self, name: str = AGENTS) -> Path:
+        folder = self._folder / f"{name}-{len(list(self._folder.iterdir()))}"
+        folder.mkdir()
+        key = ec.generate_private_key(ec.SECP256R1())
+        pem = serialization.Encoding.PEM
+        (folder / "tls.crt").write_bytes(self._sign(name, key, name).public_bytes(pem))
+        (folder / "tls.key").write_bytes(
+            key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        )
+        (folder / "ca.crt").write_bytes(self._certificate.public_bytes(pem))
+        return folder
+
+    def _sign(self, subject: str, key: ec.EllipticCurvePrivateKey, dns: str | None) -> x509.Certificate:
+        now = datetime.datetime.now(datetime.UTC)
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "the agents' authority")]))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(hours=1))
+            .add_extension(x509.BasicConstraints(ca=dns is None, path_length=None), critical=True)
+        )
+        if dns is not None:
+            builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(dns)]), critical=False)
+        return builder.sign(self._key, hashes.SHA256())
+
+
+@dataclass(kw_only=True)
+class Ring:
+    """Agents on nodes of their own; which of them are a gang is said in their CheckpointNodes, as the operator does."""
+
+    start: Callable[..., Any]
+    new_api: Callable[[str], Any]
+    folder: Path
+    authority: Authority
+    agents: list[Any] = field(default_factory=list)
+    apis: list[Any] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
+
+    def add(self, *options: str, credentials: Path | None = None, **settings: Any) -> Any:
+        name = f"node-{'abc'[len(self.agents)]}"
+        api = self.new_api(name)
+        kubeconfig = self.folder / f"kubeconfig-{name}"
+        kubeconfig.write_text(api.kubeconfig())
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.ports.append(free.getsockname()[1])
+        agent = self.start(
+            "--checkpoint-node", "--node", name, "--mirror-host", "127.0.0.1", "--mirror-port", str(self.ports[-1]),
+            "--mirror-credentials", str(credentials or self.authority.issue()), *options,
+            environment={"KUBECONFIG": str(kubeconfig)}, **settings,
+        )  # fmt: skip
+        self.agents.append(agent)
+        self.apis.append(api)
+        return agent
+
+    def form(self, eventually: Callable[..., None], *members: int, run: str = RUN) -> None:
+        """These agents, by their places, are a gang's nodes 0, 1, … from now on."""
+        for index, member in enumerate(members):
+            api = self.apis[member]
+            eventually(lambda api=api: api.statuses, "its CheckpointNode is there")
+            others = [members[(index + turn) % len(members)] for turn in range(1, len(members))]
+            namespace, _, name = JOB.partition("/")
+            neighbours = [f"127.0.0.1:{self.ports[other]}" for other in others]
+            api.name_gangs({"namespace": namespace, "name": name, "run": run, "node": index, "neighbours": neighbours})
+
+    def flush(self, member: int, run: str = RUN) -> None:
+        namespace, _, name = JOB.partition("/")
+        self.apis[member].request({"namespace": namespace, "name": name, "run": run, "action": "Flush"})
+
+    def status(self, member: int, run: str = RUN) -> dict[str, Any]:
+        statuses = self.apis[member].statuses
+        jobs = statuses[-1]["jobs"] if statuses else ()
+        return next((dict(job) for job in jobs if job["run"] == run), {})
+
+
+@pytest.fixture
+def ring(new_agent: Callable[..., Any], tmp_path: Path, new_api: Callable[[str], Any]) -> Ring:
+    authority = tmp_path / "authority"
+    authority.mkdir()
+    return Ring(start=new_agent, new_api=new_api, folder=tmp_path, authority=Authority(authority))
+
+
+def gang_of_two(ring: Ring, eventually: Callable[..., None]) -> list[Any]:
+    """A gang of two nodes with a rank each, which has begun."""
+    agents = [ring.add(), ring.add()]
+    ring.form(eventually, 0, 1)
+    return [agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(agents)]
+
+
+def path_of(step: int, rank: int, run: str = RUN) -> str:
+    return data_path(step, run, "state", rank, 2)
+
+
+def mirror_of(ring: Ring, member: int, step: int) -> bool:
+    """Whether that agent says it holds the step of its only neighbour."""
+    return [mirror["step"] for mirror in ring.status(member).get("mirrors", ())] == [step]
+
+
+def read(fetched: tuple[Any, int]) -> tuple[bytes, str]:
+    message, descriptor = fetched
+    try:
+        return os.pread(descriptor, message.size_bytes, message.offset), message.tier
+    finally:
+        os.close(descriptor)
+
+
+def mirror_files(agent: Any) -> list[Path]:
+    return sorted(agent.memory_dir.glob("*/*/mirrors/*/*/*"))
+
+
+def committed(agent: Any) -> list[int]:
+    return [found.step for found in catalog.committed_steps(agent.store(), JOB)]
+
+
+def test_newest_step_of_each_node_is_held_by_the_next_and_no_older_one(
+    ring: Ring, ranks: Any, eventually: Callable[..., None]
+) -> None:
+    peers = gang_of_two(ring, eventually)
+    for step in (1, 2, 3):
+        for peer in peers:
+            peer.save(step)
+        peers[0].wait_committed(step)
+        eventually(lambda s=step: mirror_of(ring, 0, s) and mirror_of(ring, 1, s), "both hold the other's step")
+        eventually(lambda: [len(mirror_files(agent)) for agent in ring.agents] == [1, 1], "the older one is let go")
+    (file,) = mirror_files(ring.agents[1])
+    assert file.read_bytes()[CONTROL_BYTES:][: ranks.RankFile(rank=0, step=3).size_bytes] == (
+        ranks.RankFile(rank=0, step=3).bytes()
+    )
+    eventually(lambda: ring.status(0).get("mirroredStep") == 3, "it is told how far the mirror is")
+
+
+# ---------------------------------------------------------------- a node is lost
+
+
+def lose(agent: Any) -> None:
+    """Its plug is pulled: nothing of its memory is left."""
+    for peer in agent.peers:
+        peer.die()
+    agent.kill()
+    for file in agent.slot_files():
+        file.unlink()
+
+
+def hold_back_persisting(agent: Any) -> Any:
+    """From now on the agent stages, and nothing it holds gets to the storage."""
+    persister = psutil.Process(agent.persisters()[JOB])
+    persister.suspend()
+    return persister
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["of-rank-0", "of-another-rank"])
+def test_step_that_a_lost_node_alone_had_in_memory_is_committed_by_its_mirror(
+    ring: Ring, ranks: Any, eventually: Callable[..., None], lost: int
+) -> None:
+    peers = gang_of_two(ring, eventually)
+    living = 1 - lost
+    for peer in peers:
+        peer.save(1)
+    for peer in peers:
+        peer.wait_committed(1)
+    hold_back_persisting(ring.agents[lost])
+    for peer in peers:
+        peer.save(2)
+    eventually(lambda: mirror_of(ring, living, 2), "the step is held by the other node")
+    lose(ring.agents[lost])
+    peers[living].die()
+    ring.flush(living)
+    eventually(lambda: 2 in ring.status(living)["pendingSteps"], "the operator is told to wait")
+    eventually(lambda: committed(ring.agents[living]) == [1, 2], "the step is committed")
+    eventually(lambda: not ring.status(living)["pendingSteps"], "nobody waits any more")
+    store = ring.agents[living].store()
+    assert list(catalog.verify_step(store, JOB, 2))
+    file = ranks.RankFile(rank=lost, step=2)
+    assert store.read(f"{JOB}/{path_of(2, lost)}") == file.bytes()
+
+
+def test_node_that_lives_persists_its_own_steps(ring: Ring, eventually: Callable[..., None]) -> None:
+    peers = gang_of_two(ring, eventually)
+    for peer in peers:
+        peer.save(1)
+    eventually(lambda: mirror_of(ring, 0, 1) and mirror_of(ring, 1, 1), "both are mirrored")
+    persister = hold_back_persisting(ring.agents[1])
+    for peer in peers:
+        peer.save(2)
+    eventually(lambda: mirror_of(ring, 0, 2), "the second step is mirrored")
+    peers[0].die()
+    ring.flush(0)
+    heard = "1.5 s: it has been heard since"
+    eventually(lambda: ring.status(0)["pendingBytes"] == 0, heard)
+    persister.resume()
+    peers[1].wait_committed(2)
+    assert "is persisted here" not in ring.agents[0].log
+
+
+def test_lost_nodes_ranks_restore_from_memory_elsewhere(
+    ring: Ring, ranks: Any, eventually: Callable[..., None]
+) -> None:
+    peers = gang_of_two(ring, eventually)
+    for peer in peers:
+        peer.save(1)
+    peers[0].wait_committed(1)
+    eventually(lambda: mirror_of(ring, 0, 1), "the other node's step is held")
+    lose(ring.agents[1])
+    peers[0].die()
+    newcomer = ring.add()
+    ring.form(eventually, 0, 2, run="uid1-2")
+    stayed = ring.agents[0].join(rank=0, world_size=2, node=0, run="uid1-2")
+    replaced = newcomer.join(rank=1, world_size=2, node=1, run="uid1-2")
+    wanted = [ranks.RankFile(rank=rank, step=1).bytes() for rank in (0, 1)]
+    for rank in (0, 1):
+        path = path_of(1, rank)
+        assert read(stayed.client.fetch(path)) == (wanted[rank], Tier.MEMORY), "its own slot, and its mirror"
+        eventually(lambda p=path: read(replaced.client.fetch(p))[1] == Tier.MEMORY, "the gang is known there")
+        assert read(replaced.client.fetch(path))[0] == wanted[rank]
+        assert read(replaced.client.fetch(path, refresh=True)) == (wanted[rank], Tier.PERSISTENT)
+
+
+def test_file_that_no_node_holds_comes_from_the_storage(
+    ring: Ring, ranks: Any, eventually: Callable[..., None]
+) -> None:
+    peers = gang_of_two(ring, eventually)
+    for step in (1, 2):
+        for peer in peers:
+            peer.save(step)
+        peers[0].wait_committed(step)
+    eventually(lambda: mirror_of(ring, 0, 2) and mirror_of(ring, 1, 2), "the newest is mirrored")
+    for agent in ring.agents:
+        lose(agent)
+    newcomer = ring.add()
+    ring.form(eventually, 2, 0, run="uid1-2")  # one of its neighbours is not there
+    rank = newcomer.join(rank=0, world_size=2, node=0, run="uid1-2")
+    assert read(rank.client.fetch(path_of(2, 1))) == (ranks.RankFile(rank=1, step=2).bytes(), Tier.PERSISTENT)
+
+
+# ---------------------------------------------------------------- kills
+
+_SLOW = ("--mirror-bandwidth", str(16 << 20))
+_LARGE = 64 << 20  # takes seconds at that
+
+
+def building(agent: Any) -> list[Path]:
+    return [path for path in mirror_files(agent) if path.name.startswith(".")]
+
+
+def begin_large_mirror(ring: Ring, eventually: Callable[..., None]) -> tuple[Any, Any]:
+    """Node 1's step of 64 MiB is on its way to node 0; returns the ranks."""
+    ring.add()
+    ring.add(*_SLOW)
+    ring.form(eventually, 0, 1)
+    first, second = (agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(ring.agents))
+    first.save(1)
+    second.save(1, data_bytes=_LARGE)
+    eventually(lambda: building(ring.agents[0]), "it is on its way")
+    return first, second
+
+
+def test_sender_killed_in_the_middle_leaves_nothing_behind(ring: Ring, eventually: Callable[..., None]) -> None:
+    begin_large_mirror(ring, eventually)
+    lose(ring.agents[1])
+    eventually(lambda: not mirror_files(ring.agents[0]), "half of it is let go")
+    assert "mirrors" not in ring.status(0)
+
+
+def test_receiver_killed_in_the_middle_takes_no_half_for_a_whole(
+    ring: Ring, ranks: Any, eventually: Callable[..., None]
+) -> None:
+    begin_large_mirror(ring, eventually)
+    receiver = ring.agents[0]
+    receiver.kill()
+    assert building(receiver), "half of it is in memory"
+    receiver.start()
+    assert not [path for path in mirror_files(receiver) if not path.name.startswith(".")]
+    eventually(lambda: mirror_of(ring, 0, 1), "it is sent again")
+    (file,) = mirror_files(receiver)
+    whole = ranks.RankFile(rank=1, step=1, data_bytes=_LARGE).bytes()
+    assert file.read_bytes()[CONTROL_BYTES:][: len(whole)] == whole
+
+
+def test_mirror_survives_its_agent(ring: Ring, ranks: Any, eventually: Callable[..., None]) -> None:
+    peers = gang_of_two(ring, eventually)
+    for peer in peers:
+        peer.save(1)
+    peers[0].wait_committed(1)
+    eventually(lambda: mirror_of(ring, 0, 1), "it is held")
+    ring.agents[0].kill()
+    lose(ring.agents[1])
+    ring.agents[0].start()
+    rank = ring.agents[0].join(rank=0, world_size=2, node=0, run="uid1-2")
+    assert read(rank.client.fetch(path_of(1, 1))) == (ranks.RankFile(rank=1, step=1).bytes(), Tier.MEMORY)
+
+
+def test_run_that_saves_faster_than_the_network_carries_has_a_mirror_nevertheless(
+    ring: Ring, eventually: Callable[..., None]
+) -> None:
+    first, second = begin_large_mirror(ring, eventually)
+    step = 1
+    while not ring.status(0).get("mirrors"):
+        step += 1
+        first.save(step)
+        second.save(step, data_bytes=_LARGE)
+        first.wait_committed(step)
+    assert step > 3, "more saves than slots"
+    eventually(lambda: mirror_of(ring, 0, step), "in the end the newest is held")
+
+
+# ---------------------------------------------------------------- bounds
+
+
+def test_mirrors_take_no_more_memory_than_they_may(ring: Ring, eventually: Callable[..., None]) -> None:
+    ring.add("--mirror-memory", "50000")
+    ring.add()
+    ring.form(eventually, 0, 1)
+    peers = [agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(ring.agents)]
+    for peer in peers:
+        peer.save(1)
+    peers[0].wait_committed(1)
+    eventually(lambda: "50000 that mirrors may take" in ring.status(1).get("mirrorError", ""), "it is told")
+    assert mirror_files(ring.agents[0]) == []
+    eventually(lambda: mirror_of(ring, 1, 1), "the other way round there is room")
+
+
+def test_slots_take_the_memory_of_mirrors(ring: Ring, eventually: Callable[..., None]) -> None:
+    ring.add(memory_limit=4 << 20)
+    ring.add()
+    ring.form(eventually, 0, 1)
+    peers = [agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(ring.agents)]
+    peers[0].save(1)
+    peers[1].save(1, data_bytes=1 << 20)
+    eventually(lambda: mirror_of(ring, 0, 1), "it is held")
+    peers[0].save(2, data_bytes=1 << 20)  # three slots of a MiB each
+    peers[1].save(2, data_bytes=1 << 20)
+    peers[0].wait_committed(2)
+    eventually(lambda: len(ring.agents[0].slot_files()) == 3, "it has all its slots")
+    assert ring.agents[0].status().memory_used_bytes <= 4 << 20
+
+
+# ---------------------------------------------------------------- who may
+
+
+def test_nobody_listens_unless_it_is_asked_for(new_agent: Callable[..., Any]) -> None:
+    agent = new_agent()
+    listening = [c for c in psutil.Process(agent.pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert listening == []
+    assert agent.status().mirror_address is None
+
+
+@pytest.mark.parametrize("wrong", ["authority", "name"])
+def test_agent_without_a_certificate_for_agents_is_nobody(
+    ring: Ring, eventually: Callable[..., None], tmp_path: Path, wrong: str
+) -> None:
+    other = tmp_path / "other-authority"
+    other.mkdir()
+    bad = Authority(other).issue() if wrong == "authority" else ring.authority.issue("web.example.com")
+    ring.add()
+    ring.add(credentials=bad)
+    ring.form(eventually, 0, 1)
+    peers = [agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(ring.agents)]
+    for peer in peers:
+        peer.save(1)
+    for peer in peers:
+        peer.wait_committed(1)
+    for member in (0, 1):  # it neither takes from it nor gives to it
+        eventually(lambda m=member: ring.status(m).get("mirrorError"), "it is told")
+        assert mirror_files(ring.agents[member]) == []
+
+
+def test_whoever_only_connects_holds_up_nobody(ring: Ring, eventually: Callable[..., None]) -> None:
+    """A pod that reaches the port, and speaks no TLS, or has no certificate."""
+    ring.add()
+    strangers = [socket.create_connection(("127.0.0.1", ring.ports[0])) for _ in range(8)]
+    try:
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with context.wrap_socket(socket.create_connection(("127.0.0.1", ring.ports[0]))) as bare:
+            with pytest.raises(ssl.SSLError, match="certificate required"):
+                bare.recv(1)
+        ring.add()
+        ring.form(eventually, 0, 1)
+        peers = [agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(ring.agents)]
+        for peer in peers:
+            peer.save(1)
+        eventually(lambda: mirror_of(ring, 0, 1), "it is held")
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_step_of_a_gang_that_the_operator_does_not_name_is_not_taken(
+    ring: Ring, eventually: Callable[..., None]
+) -> None:
+    ring.add()
+    ring.add()
+    ring.form(eventually, 1, 0)
+    ring.apis[0].name_gangs()
+    peers = [agent.join(rank=1 - node, world_size=2, node=1 - node, run=RUN) for node, agent in enumerate(ring.agents)]
+    for peer in peers:
+        peer.save(1)
+    eventually(lambda: "no gang of uid1-1 is known" in ring.status(1).get("mirrorError", ""), "it is refused")
+    assert mirror_files(ring.agents[0]) == []
+    ring.form(eventually, 1, 0)
+    eventually(lambda: mirror_of(ring, 0, 1), "it is taken once it is named")
+
+
+def test_agents_that_end_leave_no_connection_and_no_half(ring: Ring, eventually: Callable[..., None]) -> None:
+    begin_large_mirror(ring, eventually)
+    for agent in ring.agents:
+        for peer in agent.peers:
+            peer.close()
+        agent.process.send_signal(signal.SIGTERM)
+    for agent in ring.agents:
+        assert agent.process.wait(60) == 0, agent.log
