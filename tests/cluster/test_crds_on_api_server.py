@@ -19,7 +19,16 @@ from stepfast_operator.record import Status
 from stepfast_operator.spec import API_VERSION, parse_manifest
 from testcluster.waiting import wait_until
 from testcrds.api import Api
-from testcrds.manifests import FULL, LEAST, OWN_STORAGE, full_job_status, full_node_status, large, manifest
+from testcrds.manifests import (
+    FULL,
+    LEAST,
+    OTHER_GROUPS,
+    OWN_STORAGE,
+    full_job_status,
+    full_node_status,
+    large,
+    manifest,
+)
 from testcrds.places import FOLDER, NAMES, mark, marks, messages, mistakes, places, schema_of
 from testcrds.rows import ACCEPTED, BAD_NAMES, CHANGES, FINISHED, REFUSED, REPORTS, RUNNING, STOPPED, SUSPENDED
 
@@ -28,7 +37,9 @@ EXAMPLES = sorted(FOLDER.parent.glob("examples/*/job.yaml"))
 # An interval is text or an object, which rows by hand try.
 MISTAKES = [
     row
-    for row in {row[0]: row for spec in (OWN_STORAGE, FULL) for row in mistakes(spec, JOB["spec"], "spec")}.values()
+    for row in {
+        row[0]: row for spec in (*OTHER_GROUPS, OWN_STORAGE, FULL) for row in mistakes(spec, JOB["spec"], "spec")
+    }.values()
     if not row[0].startswith("spec.checkpoint.interval ")
 ]
 
@@ -64,11 +75,15 @@ def test_examples_are_accepted(api: Api, path: Path) -> None:
 
 
 def test_a_manifest_with_every_field_is_accepted_and_kept(api: Api) -> None:
-    reached = {mark(path) for spec in (FULL, OWN_STORAGE) for path, _, _ in places(spec, JOB["spec"])}
+    reached = {mark(path) for spec in (FULL, OWN_STORAGE, *OTHER_GROUPS) for path, _, _ in places(spec, JOB["spec"])}
     assert set(marks(JOB["spec"])) - reached == {"checkpoint.interval.seconds"}  # an interval is one or the other
     answer = api.dry_run(FULL)
     assert answer.status == 201, answer.message
     assert answer.body["spec"] == FULL
+    for other in OTHER_GROUPS:
+        answer = api.dry_run(other)
+        assert answer.status == 201, answer.message
+        assert answer.body["spec"]["podGroupPolicy"] == other["podGroupPolicy"]
     answer = api.dry_run(OWN_STORAGE)
     assert answer.status == 201, answer.message
     assert answer.body["spec"]["checkpoint"].items() >= OWN_STORAGE["checkpoint"].items()

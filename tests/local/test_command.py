@@ -118,7 +118,8 @@ CLUSTER_ONLY = (
     "spec.trainer.resourcesPerNode", "spec.failurePolicy.restartStrategy", "spec.failurePolicy.maxInPlaceRestarts",
     "spec.failurePolicy.podDeletionGraceSeconds", "spec.failurePolicy.rules[1].onPodConditions",
     "spec.failurePolicy.rules[2].onReasons", "spec.failurePolicy.rules[3].onNodeConditions",
-    "spec.failurePolicy.rules[3].excludeNode", "spec.nodeExclusionPolicy", "spec.checkpoint.secretRef",
+    "spec.failurePolicy.rules[3].excludeNode", "spec.nodeExclusionPolicy", "spec.podGroupPolicy",
+    "spec.checkpoint.secretRef",
 )  # fmt: skip
 
 

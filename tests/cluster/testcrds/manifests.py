@@ -65,6 +65,7 @@ FULL: dict[str, Any] = {
              "onNodeConditions": [{"type": "XIDErrors", "status": "True"}]},
         ],
     },
+    "podGroupPolicy": {"kueue": {"queueName": "team-a"}},
     "nodeExclusionPolicy": {"maxFailuresPerNode": 3, "ttlSeconds": 3600, "maxExcludedNodes": 4},
     "progressPolicy": {"progressDeadlineSeconds": 600, "action": "Notify"},
     "memoryPolicy": {"action": "Refuse", "deviceMemory": "16Gi"},
@@ -85,6 +86,13 @@ OWN_STORAGE: dict[str, Any] = {
     **LEAST,
     "checkpoint": {"storageUri": "abfss://c@account.dfs.core.windows.net/a", "secretRef": {"name": "storage"}},
 }
+
+
+# Nor may it name two who schedule its gang.
+OTHER_GROUPS: tuple[dict[str, Any], ...] = (
+    {**LEAST, "podGroupPolicy": {"volcano": {"queue": "research"}}},
+    {**LEAST, "podGroupPolicy": {"coscheduling": {"scheduleTimeoutSeconds": 60}}},
+)
 
 
 def manifest(spec: Any, name: str = "job") -> dict[str, Any]:

@@ -149,6 +149,7 @@ FINISHED = {**RUNNING, "state": "Failed", "terminalState": "Failed"}
 OTHER = {"trainer": {"command": ["other"]}}
 STOPPED = {**LEAST, "suspend": True}
 POD = {**LEAST, "template": {"spec": {"nodeSelector": {"a": "b"}, "hostname": None}}}
+QUEUED = {**LEAST, "podGroupPolicy": {"kueue": {"queueName": "a"}}}
 WAIT = "can be changed only while the job is suspended: set spec.suspend to true first, and wait"
 DONE = "and is never run again: only spec.ttlSecondsAfterFinished can still be changed"
 
@@ -174,6 +175,12 @@ CHANGES: dict[str, tuple[Any, dict[str, Any] | None, Any, str | None]] = {
         POD, RUNNING, {**LEAST, "template": {"spec": {"affinity": {"a": "b"}, "hostname": None}}},
         f"spec.template {WAIT}"),
     "template while suspended": (STOPPED, SUSPENDED, {**POD, "suspend": True}, None),
+    "queue while running": (QUEUED, RUNNING, {**QUEUED, "podGroupPolicy": {"kueue": {"queueName": "b"}}},
+        f"spec.podGroupPolicy {WAIT}"),
+    "queue for a job that runs": (LEAST, RUNNING, QUEUED, f"spec.podGroupPolicy {WAIT}"),
+    "no queue for a job that runs": (QUEUED, RUNNING, LEAST, f"spec.podGroupPolicy {WAIT}"),
+    "queue while suspended": (STOPPED, SUSPENDED, {**QUEUED, "suspend": True}, None),
+    "queue when finished": (LEAST, FINISHED, QUEUED, DONE),
     "storage while running": (LEAST, RUNNING, checkpoint(storageUri="memory://b"),
         f"spec.checkpoint.storageUri and secretRef {WAIT}"),
     "credentials while running": (LEAST, RUNNING, checkpoint(secretRef={"name": "a"}),
