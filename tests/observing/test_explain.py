@@ -20,6 +20,7 @@ from stepfast_operator.record import (
     CheckpointStatus,
     Condition,
     ConditionType,
+    ExcludedNode,
     FailedReason,
     LastFailure,
     Nodes,
@@ -97,6 +98,7 @@ STALE = Condition(type=ConditionType.FITS_MEMORY, status="False", reason="TooSma
 PENDING = Condition(
     type=ConditionType.PODS_READY, status="False", reason="PodsPending", message="still pending: gpt-3-1 (no room)"
 )
+EXCLUDED = ExcludedNode(name="node-2", reason="it failed twice", since_time=BEGIN, until_time=BEGIN + 3600)
 WAITS: dict[str, tuple[Status, Mapping[str, Any], Surroundings, list[str]]] = {
     "pods that may be read": (
         starting(), {}, Surroundings(pending=("gpt-3-1: Unschedulable: 0/3 nodes are available",)),
@@ -108,6 +110,10 @@ WAITS: dict[str, tuple[Status, Mapping[str, Any], Surroundings, list[str]]] = {
     ),
     "pods that only the operator has seen": (
         starting(conditions=(PENDING,)), {}, Surroundings(), ["still pending: gpt-3-1 (no room)"],
+    ),
+    "pods that some nodes are kept from": (
+        starting(excluded_nodes=(EXCLUDED,)), {}, Surroundings(pending=("gpt-3-1: Unschedulable",)),
+        ["for pod gpt-3-1: Unschedulable", "node node-2 is kept off until 2027-01-15T09:00:00Z: it failed twice"],
     ),
     "ranks": (starting(), {}, Surroundings(), ["for all ranks to join"]),
     "flush": (
@@ -173,6 +179,24 @@ NEXT: dict[str, tuple[Status, Mapping[str, Any], list[str]]] = {
         starting(), {"startupDeadlineSeconds": 100},
         [
             "unless all ranks are here within 1.0 min, the job fails for good (startupDeadlineSeconds)",
+            "8 more restarts of 10 may follow failures (maxRestarts)",
+        ],
+    ),
+    "queued": (
+        replace(starting(), current=attempt(3, 960, queued_time=NOW - 30)), {"activeDeadlineSeconds": 1000},
+        [
+            "while the gang waits in its queue no deadline runs: it starts once it is admitted as a whole",
+            "8 more restarts of 10 may follow failures (maxRestarts)",
+        ],
+    ),
+    "admitted by its queue": (
+        replace(
+            starting(), current=attempt(3, 500, queued_time=NOW - 400, dequeued_time=NOW - 10), queued_seconds=390.0
+        ),
+        {"startupDeadlineSeconds": 40, "activeDeadlineSeconds": 1000},
+        [
+            "unless all ranks are here within 30 s, the job fails for good (startupDeadlineSeconds)",
+            "unless it is complete within 6.5 min, the job fails for good (activeDeadlineSeconds)",
             "8 more restarts of 10 may follow failures (maxRestarts)",
         ],
     ),

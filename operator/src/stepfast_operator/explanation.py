@@ -13,7 +13,7 @@ from stepfast_operator.limits import Limits
 from stepfast_operator.outlook import describe_next
 from stepfast_operator.record import Attempt, Condition, ConditionType, Recovery, State, Status
 from stepfast_operator.recoveryphases import phases_of
-from stepfast_operator.sentences import count_text, describe_end, describe_failure, span_text
+from stepfast_operator.sentences import count_text, describe_end, describe_excluded, describe_failure, span_text
 
 _NAMED = 5  # pods in one answer
 
@@ -175,6 +175,7 @@ def _attempt_waits_for(
         return
     if not status.is_gang_up:
         yield from _pods(status, seen)
+        yield from (describe_excluded(node) for node in status.excluded_nodes)
 
 
 def _pods(status: Status, seen: Surroundings) -> Iterator[str]:

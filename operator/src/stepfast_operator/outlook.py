@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stepfast_operator.limits import Limits
+from stepfast_operator.policies import queueing
 from stepfast_operator.policies.restart import UNCOUNTED, backoff_seconds, has_progress
 from stepfast_operator.record import Attempt, State, Status
 from stepfast_operator.sentences import count_text, span_text
@@ -76,8 +77,11 @@ def _backoff_left(status: Status, limits: Limits | None, now: float) -> float:
 
 def _deadlines(status: Status, current: Attempt, limits: Limits, now: float) -> Iterator[str]:
     if not status.is_gang_up and current.suspending_time is None:
+        if _is_queued(status):
+            yield "while the gang waits in its queue no deadline runs: it starts once it is admitted as a whole"
+            return
         since = current.planned_time if current.restarted_time is None else current.restarted_time
-        left = since + limits.startup_deadline_seconds - now
+        left = max(since, current.dequeued_time or since) + limits.startup_deadline_seconds - now
         yield f"unless all ranks are here {_in(left)}, the job fails for good (startupDeadlineSeconds)"
     last = current.steady_step_time or current.newest_step_time
     if status.is_gang_up and last is not None:
@@ -91,13 +95,19 @@ def _deadlines(status: Status, current: Attempt, limits: Limits, now: float) -> 
         yield f"unless a step is committed {_in(left)}, CheckpointFresh is False (maxStalenessSeconds)"
 
 
+def _is_queued(status: Status) -> bool:
+    attempt = status.open_attempt
+    return attempt is not None and attempt.queued_time is not None and attempt.dequeued_time is None
+
+
 def _has_uncommitted(status: Status, current: Attempt) -> bool:
     return current.newest_step is not None and current.newest_step > (status.checkpoint.latest_persisted_step or 0)
 
 
 def _active(status: Status, limits: Limits, now: float) -> Iterator[str]:
-    if limits.active_deadline_seconds is not None and status.start_time is not None:
-        left = status.start_time + limits.active_deadline_seconds - now
+    if limits.active_deadline_seconds is not None and status.start_time is not None and not _is_queued(status):
+        queued = queueing.queued_seconds(status, now)
+        left = status.start_time + limits.active_deadline_seconds + queued - now
         yield f"unless it is complete {_in(left)}, the job fails for good (activeDeadlineSeconds)"
 
 
