@@ -74,7 +74,7 @@ FULL: dict[str, Any] = {
         "resumePolicy": "Step",
         "resumeFromStep": 500,
         "interval": {"steps": 50},
-        "memory": {"sizeLimit": "64Gi", "onBusy": "Skip"},
+        "memory": {"sizeLimit": "64Gi", "onBusy": "Skip", "mirrors": 1},
         "persistent": {"intervalSeconds": 0, "maxToKeep": 1},
         "maxStalenessSeconds": 900,
         "gracefulSuspendSeconds": 60,
