@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from testcluster.controlplane import ApiServer, KubernetesClient
 from testcluster.fixtures import api_server, loudly, started_here
 from testcluster.images import ProjectImages, pause, project_images
 from testcluster.jobnamespace import job_namespace
+from testcluster.kubenode import PLACES
+from testcluster.metadataservice import MetadataService
 from testjobs.job import Team
 from testjobs.release import NAMESPACE, Release, install
 from testoperator.crds import install_crds
@@ -77,9 +80,25 @@ def cluster_azurite(cluster: Cluster, serve_azurite: Callable[[str], AbstractCon
 
 
 @pytest.fixture(scope="session")
-def release(cluster: Cluster, images: ProjectImages, cluster_azurite: Any) -> Iterator[Release]:
+def metadata_service(cluster: Cluster) -> Iterator[MetadataService]:
+    """The cloud's metadata service, in which each machine is called as its node."""
+    addresses = cluster.claim.addresses
+    machines = {ip_network(addresses.pods_of(place)): f"node-{place}" for place in PLACES}
+
+    def name_of(address: str) -> str:
+        return next(name for pods, name in machines.items() if ip_address(address) in pods)
+
+    service = MetadataService(address=cluster.address, name_of=name_of)
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="session")
+def release(
+    cluster: Cluster, images: ProjectImages, cluster_azurite: Any, metadata_service: MetadataService
+) -> Iterator[Release]:
     """Stepfast, installed by helm."""
-    installed = install(cluster, images, cluster_azurite)
+    installed = install(cluster, images, cluster_azurite, metadata_service)
     yield installed
     if BY_HAND in os.environ:  # the cluster stays, for the next session
         installed.uninstall()

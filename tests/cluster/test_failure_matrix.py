@@ -5,17 +5,20 @@ Evidence is the job's own ledger (`status.recoveries`), what its ranks print, an
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from testcluster.fixtures import loudly
+from testcluster.metadataservice import MetadataService
 from testcluster.waiting import wait_until
 from testjobs.gangs import made_pods, overlapping_gangs
 from testjobs.job import SAVE_EVERY, STEPS, Job, Team
@@ -43,9 +46,11 @@ def job(request: pytest.FixtureRequest, team: Team) -> Iterator[Callable[..., Jo
         team.cluster.kubectl("delete", "trainingjob", one.name, "-n", team.namespace, "--timeout=120s")
 
 
-def check_end(job: Job, undisturbed: Mapping[int, str], *, restarts: int = 1) -> dict[str, Any]:
+def check_end(
+    job: Job, undisturbed: Mapping[int, str], *, restarts: int = 1, committed: int = COMMITTED
+) -> dict[str, Any]:
     """It is complete, bit for bit what it would have been, no committed step was lost, and there never were two gangs.
-    Returns its status.
+    `committed`: before anything happened. Returns its status.
     """
     status = job.wait_for_end()
     assert status["restarts"] == restarts, job.story()
@@ -57,8 +62,8 @@ def check_end(job: Job, undisturbed: Mapping[int, str], *, restarts: int = 1) ->
     assert overlapping_gangs(events, uid) == []
     commits = job.commits()
     for recovery in status.get("recoveries", ()):
-        committed = max([COMMITTED, *commits.get(recovery["attempt"], ())])
-        assert recovery["resumedFromStep"] >= committed, "a committed step is never lost"
+        newest = max([committed, *commits.get(recovery["attempt"], ())])
+        assert recovery["resumedFromStep"] >= newest, "a committed step is never lost"
     return status
 
 
@@ -196,6 +201,69 @@ def lost(release: Release, name: str) -> Iterator[None]:
         node.start()
         wait_until(f"{name} is back", node.is_ready, seconds=120)
         release.wait_until_ready()
+
+
+def test_eviction_notice_that_no_pod_gets_a_signal_of(
+    job: Callable[..., Job], undisturbed: Mapping[int, str], third_node: str, metadata_service: MetadataService
+) -> None:
+    training = job("--save-every", "1000", failurePolicy={"maxRestarts": 0})
+    training.wait("it trains", lambda status: status.get("trainerStatus", {}).get("globalStep", 0) > COMMITTED)
+    name = training.node_of(1)
+    event = metadata_service.announce("Preempt", name, seconds=60)
+    try:
+        status = check_end(training, undisturbed, committed=0)
+        check_ledger(status, "EvictionNotice", counted=False)
+        assert (status["recoveries"][0]["node"], status["recoveries"][0]["stepsLost"]) == (name, 0)
+        assert name not in {training.node_of(index, attempt=2) for index in (0, 1)}
+    finally:
+        metadata_service.withdraw(event)
+    assert any(line.startswith("EvictionNotice: ") for line in training.story())
+
+
+def test_node_that_falls_ill(
+    job: Callable[..., Job], undisturbed: Mapping[int, str], release: Release, third_node: str
+) -> None:
+    rule = {"name": "gpu", "action": "RestartJobAndIgnoreMaxRestarts", "onNodeConditions": [{"type": "XIDErrors"}]}
+    training = job(failurePolicy={"maxRestarts": 0, "rules": [rule]})
+    training.wait_for_commit(COMMITTED)
+    name = training.node_of(1)
+    with ill(release, name, "XIDErrors"):
+        status = check_end(training, undisturbed)
+        check_ledger(status, "NodeUnhealthy", counted=False)
+        assert (status["lastFailure"]["node"], status["lastFailure"]["rule"]) == (name, "gpu")
+        assert name not in {training.node_of(index, attempt=2) for index in (0, 1)}
+
+
+@contextmanager
+def ill(release: Release, name: str, condition: str) -> Iterator[None]:
+    """The node has that condition, as its monitor would tell."""
+
+    def tell(**fields: str) -> None:
+        patch = {"status": {"conditions": [{"type": condition, **fields}]}}
+        release.cluster.kubectl("patch", "node", name, "--subresource=status", "-p", json.dumps(patch))
+
+    now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    tell(status="True", reason="XID79", message="GPU 3 has fallen off the bus", lastTransitionTime=now)
+    try:
+        yield
+    finally:
+        tell(**{"$patch": "delete"})
+
+
+def test_node_on_which_ranks_die_again_and_again(
+    job: Callable[..., Job], undisturbed: Mapping[int, str], third_node: str
+) -> None:
+    training = job("--pace", "0.1")
+    training.wait_for_commit(COMMITTED)
+    name = training.node_of(1)
+    training.signal_rank("KILL")
+    training.wait_for_commit(2 * COMMITTED, attempt=2)
+    assert training.node_of(1, attempt=2) == name, "its memory holds the rank's steps"
+    training.signal_rank("KILL", attempt=2)
+    status = check_end(training, undisturbed, restarts=2)
+    assert [node["name"] for node in status["excludedNodes"]] == [name]
+    assert name not in {training.node_of(index, attempt=3) for index in (0, 1)}
+    assert any(line.startswith(f"NodeExcluded: node {name} ") for line in training.story())
 
 
 def test_agent_killed(job: Callable[..., Job], undisturbed: Mapping[int, str], release: Release) -> None:

@@ -320,7 +320,8 @@ def _cluster_only(spec: Mapping[str, JSON]) -> tuple[str, ...]:
         if isinstance(value, Mapping):
             found += [f"spec.{key}.{name}" for name in value if name in inner]
     for index, rule in enumerate((spec.get("failurePolicy") or {}).get("rules") or ()):
-        found += [f"spec.failurePolicy.rules[{index}].{name}" for name in rule if name in _CLUSTER_ONLY_IN_RULES]
+        given = [name for name, value in rule.items() if name in _CLUSTER_ONLY_IN_RULES and value]
+        found += [f"spec.failurePolicy.rules[{index}].{name}" for name in given]
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from testcluster.cluster import Cluster
 from testcluster.images import ProjectImages
+from testcluster.metadataservice import MetadataService
 from testcluster.waiting import wait_until
 
 NAMESPACE = "stepfast-system"
@@ -76,7 +77,7 @@ class Release:
         return [pod for pod in items if not components or "deletionTimestamp" not in pod["metadata"]]
 
 
-def install(cluster: Cluster, images: ProjectImages, azurite: Any) -> Release:
+def install(cluster: Cluster, images: ProjectImages, azurite: Any, metadata_service: MetadataService) -> Release:
     """Installs the chart and waits until operator and agents are ready."""
     container = azurite.new_container()
     cluster.kubectl("create", "namespace", NAMESPACE)
@@ -92,6 +93,7 @@ def install(cluster: Cluster, images: ProjectImages, azurite: Any) -> Release:
         "sidecar.memory.limit": "1Gi",
         "podGroups.kueue": "true",
         "sidecar.mirrors.enabled": "true",
+        "sidecar.evictionNotices.endpoint": metadata_service.url,
     }
     for component, reference in (("operator", images.operator), ("sidecar", images.sidecar)):
         repository, _, tag = reference.rpartition(":")
