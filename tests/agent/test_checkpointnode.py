@@ -354,6 +354,9 @@ def test_news_do_not_wait_for_progress_and_take_it_along(monkeypatch: pytest.Mon
         def carry_out(self, requests: tuple[NodeRequest, ...]) -> None:
             assert requests == ()
 
+        def take_gangs(self, gangs: object) -> None:
+            """It mirrors none."""
+
     async def run() -> None:
         source, recorder = Source(), _Recorder()
 

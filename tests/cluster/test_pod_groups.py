@@ -87,7 +87,7 @@ def test_without_those_who_schedule_it_no_pod_is_made_and_the_job_says_so(
         assert refused.state is State.STARTING
         assert await world.pods() == []
         await world.kube.delete(job.path)
-        await until("the job is gone", lambda: operation.jobs.states() == [])
+        await until("the job is gone", lambda: operation.jobs.statuses() == {})
 
     play(operator_api, scene)
 

@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 
-from stepfast_operator.jobs import _until
+from stepfast_operator.jobs import until
 
 
 @pytest.mark.parametrize("turns", range(8))
@@ -19,7 +19,7 @@ def test_wait_that_is_cancelled_as_its_event_comes_is_cancelled(turns: int) -> N
 
         async def loop() -> None:
             nonlocal went_on
-            await _until(changed, 60)
+            await until(changed, 60)
             went_on = True
             await asyncio.sleep(60)
 

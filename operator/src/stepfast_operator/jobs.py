@@ -223,9 +223,7 @@ class JobLoop:
 
     async def _until(self, seconds: float) -> None:
         """Returns when there is something to look at, in so many seconds at most."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, seconds)):  # `wait_for` may swallow a cancellation (CPython 86296)
-                await self._changed.wait()
+        await until(self._changed, seconds)
         self._is_urgent = self._is_urgent or self._due_time <= time.monotonic()
 
     @asynccontextmanager
@@ -317,3 +315,10 @@ class JobLoop:
         log.warning("%s is looked at again in %.1f s: %s", self.key, wait, error)
         self._events.tell_error(self._document, error)
         return wait
+
+
+async def until(changed: asyncio.Event, seconds: float) -> None:
+    """Returns when it is set, in so many seconds at most."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(max(0.0, seconds)):  # `wait_for` may swallow a cancellation (CPython 86296)
+            await changed.wait()

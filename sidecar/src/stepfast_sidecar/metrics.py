@@ -28,6 +28,15 @@ class FlushCause(StrEnum):
     AGENT_RESTARTED = "AgentRestarted"  # and no rank came back
 
 
+class MirrorOutcome(StrEnum):
+    """What became of a step that was sent to the agent that mirrors it."""
+
+    HELD = "held"
+    OVERTAKEN = "overtaken"  # by a newer save
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
 class Metrics:
     """One registry of its own, so that several agents can live in one process of tests."""
 
@@ -71,6 +80,8 @@ class Metrics:
         self._mirrored = Counter(
             f"{prefix}_mirror_steps", "Steps sent to the agent that mirrors them.", ["outcome"], registry=self.registry
         )
+        for outcome in MirrorOutcome:
+            self._mirrored.labels(outcome=outcome)
         self._mirrored_bytes = Counter(f"{prefix}_mirror_bytes", "Bytes that went out so.", registry=self.registry)
         self._mirror_duration = Histogram(
             f"{prefix}_mirror_duration_seconds", "A node's step, until another holds it.", buckets=_SECONDS,
@@ -124,11 +135,10 @@ class Metrics:
     def restored(self, tier: str, seconds: float) -> None:
         self._restore.labels(tier=tier).observe(seconds)
 
-    def mirrored(self, outcome: str, size_bytes: int, seconds: float) -> None:
-        """`outcome`: held, overtaken, refused or failed."""
+    def mirrored(self, outcome: MirrorOutcome, size_bytes: int, seconds: float) -> None:
         self._mirrored.labels(outcome=outcome).inc()
         self._mirrored_bytes.inc(size_bytes)
-        if outcome == "held":
+        if outcome is MirrorOutcome.HELD:
             self._mirror_duration.observe(seconds)
 
     def fetched_from_mirror(self, size_bytes: int) -> None:

@@ -16,7 +16,7 @@ from stepfast.ranks import EVERY_RANK, RankSet
 from stepfast_sidecar.courier import Courier, NotTaken, Overtaken, Parcel
 from stepfast_sidecar.gangs import Gang
 from stepfast_sidecar.holdings import Holding
-from stepfast_sidecar.metrics import Metrics
+from stepfast_sidecar.metrics import Metrics, MirrorOutcome
 from stepfast_sidecar.mirroring import Mirroring, SendStep, whole_step
 from stepfast_sidecar.neighbours import NeighbourLost
 from stepfast_sidecar.neighbourwire import MAX_RANKS_TEXT, Offer, Refusal
@@ -90,15 +90,17 @@ class MirrorSender:
             sent_bytes = await self._deliver(_parcels(self._gang, room, run, send))
         except Overtaken:
             self._mirroring.overtaken()
-            self._metrics.mirrored("overtaken", 0, 0.0)
+            self._metrics.mirrored(MirrorOutcome.OVERTAKEN, 0, 0.0)
             log.info("%s: step %s was overtaken before it was mirrored", job, send.step)
         except (NeighbourLost, ProtocolError, OSError) as error:
             self._mirroring.failed(time.monotonic())
-            self._metrics.mirrored("refused" if isinstance(error, NotTaken) else "failed", 0, 0.0)
+            self._metrics.mirrored(
+                MirrorOutcome.REFUSED if isinstance(error, NotTaken) else MirrorOutcome.FAILED, 0, 0.0
+            )
             self._tell(run, f"step {send.step} is not mirrored by {send.to}: {error}", error)
         else:
             self._mirroring.sent(send)
-            self._metrics.mirrored("held", sent_bytes, time.monotonic() - begin)
+            self._metrics.mirrored(MirrorOutcome.HELD, sent_bytes, time.monotonic() - begin)
             run.mirrored_step, run.mirror_error = send.step, None
             self._changed(False)
         finally:
