@@ -113,12 +113,21 @@ class ApiServer:
             items = [self.found] if self.found is not None else []
             return 200, {"items": items, "metadata": {"resourceVersion": str(next(self._version))}}
 
-    def patch(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def patch(self, kind: str, body: Any) -> tuple[int, dict[str, Any]]:
         with self._changed:
             if self.found is None:
                 return 404, {"message": "not found"}
-            self.found["status"] = body["status"]
-            self.statuses.append(body["status"])
+            match kind:
+                case "application/merge-patch+json":
+                    status = merged(self.found.get("status"), body["status"])
+                case "application/json-patch+json":
+                    (change,) = body
+                    assert (change["op"], change["path"]) == ("add", "/status")
+                    status = change["value"]
+                case _:
+                    return 415, {"message": f"no patch is a {kind}"}
+            self.found["status"] = status
+            self.statuses.append(status)
             self._note("MODIFIED")
             return 200, self.found
 
@@ -156,6 +165,19 @@ class ApiServer:
             self._changed.wait_for(lambda: self._closed, seconds)
 
 
+def merged(old: Any, patch: Any) -> Any:
+    """As RFC 7386 has it: what the patch does not name stays."""
+    if not isinstance(patch, dict):
+        return patch
+    kept = dict(old) if isinstance(old, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            kept.pop(name, None)
+        else:
+            kept[name] = merged(kept.get(name), value)
+    return kept
+
+
 class _Handler(BaseHTTPRequestHandler):
     api: ApiServer
 
@@ -180,9 +202,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_PATCH(self) -> None:
         body = self._body()
         assert re.fullmatch(f"{_NODES}/{self.api.node}/status", self.path), self.path
-        assert self.headers["Content-Type"] == "application/merge-patch+json"
         assert "NaN" not in json.dumps(body)
-        self._answer("patch", lambda: self.api.patch(body))
+        self._answer("patch", lambda: self.api.patch(self.headers["Content-Type"], body))
 
     def _body(self) -> Any:
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +152,20 @@ def test_agent_serves_where_there_is_no_such_service(
     agent.join().save(3)
     eventually(lambda: persisted(agent) == 3, "steps are persisted")
     assert agent.terminate() == 0
+
+
+def test_node_in_the_cluster_tells_of_a_notice_for_as_long_as_it_stands(
+    new_agent: Callable[..., Any], service: MetadataService, api: Any, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(api.kubeconfig())
+    options = ("--checkpoint-node", "--eviction-notices", service.url)
+    new_agent(*options, environment={"KUBECONFIG": str(kubeconfig)})
+
+    def told() -> Any:
+        return (api.found or {}).get("status", {}).get("evictionNotice")
+
+    event = service.announce("Preempt", "machine-1")
+    eventually(lambda: told() is not None and told()["event"] == event, "the CheckpointNode tells of it")
+    service.withdraw(event)
+    eventually(lambda: told() is None, "it tells of it no more")

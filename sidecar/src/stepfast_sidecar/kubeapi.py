@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from urllib.parse import quote
 
-from stepfast.kube import Expired, Kube, KubeError, NotFound, Patience
+from stepfast.kube import Expired, Kube, KubeError, NotFound, PatchKind, Patience
 from stepfast_sidecar.checkpointnode import Api, ApiError, ApiExpired, ApiNotFound, Object
 
 _PATH = "/apis/stepfast.dev/v1alpha1/checkpointnodes"
@@ -51,7 +51,9 @@ class KubeApi(Api):
 
     async def patch_status(self, name: str, status: Object) -> None:
         with _translated():
-            await self._kube.patch(f"{_PATH}/{quote(name, safe='')}/status", {"status": status})
+            # In place of the whole: of a merge what is told no more would stay.
+            patch = [{"op": "add", "path": "/status", "value": status}]
+            await self._kube.patch(f"{_PATH}/{quote(name, safe='')}/status", patch, PatchKind.JSON)
 
     async def watch(self, name: str, resource_version: str) -> AsyncGenerator[tuple[str, Object], None]:
         query = {
