@@ -62,6 +62,21 @@ class World(FakeBackend):
             self.stage(staged)
         return self.status
 
+    def start_fail_and_recover(self) -> None:
+        """A gang stages step 10 and makes 12; rank 1 is killed; the next gang restores from memory and makes 11."""
+        self.start(staged=10)
+        self.advance(20)
+        self.make_step(12)
+        self.settle()
+        self.fail(rank=1, exit_code=137)
+        self.relaunched()
+        self.advance(5)
+        self.join(tier="Memory")
+        self.settle()
+        self.advance(2)
+        self.make_step(11)
+        self.settle()
+
     def launch_of(self, attempt: int) -> LaunchGang:
         return next(launch for launch in self.launches if launch.attempt == attempt)
 

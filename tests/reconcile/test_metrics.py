@@ -21,18 +21,7 @@ def counted(world: Any) -> Any:
 
 def test_restarts_steps_lost_and_phases_of_recoveries_are_counted(make_world: MakeWorld) -> None:
     world = make_world(trainer={"command": ["torchrun", "t.py"], "numNodes": 2})
-    world.start(staged=10)
-    world.advance(20)
-    world.make_step(12)
-    world.settle()
-    world.fail(rank=1, exit_code=137)
-    world.relaunched()
-    world.advance(5)
-    world.join(tier="Memory")
-    world.settle()
-    world.advance(2)
-    world.make_step(11)
-    world.settle()
+    world.start_fail_and_recover()
     world.settle()
     sample = counted(world)
     assert sample("stepfast_restarts_total", {"cause": "RankFailed", "counted": "true"}) == 1

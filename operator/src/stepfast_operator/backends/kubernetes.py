@@ -326,7 +326,13 @@ class KubernetesBackend:
             is_stopping=current.stopping_time is not None,
             wanted_conditions=exclusion.wanted_conditions(self._job.spec.failure_policy),
         )
-        return [replace(worker, notice=self._notice_of(worker.node)) for worker in workers]
+        leaving = self._view.leaving  # most often none: each look at a gang of thousands comes through here
+        if not leaving:
+            return workers
+        return [
+            replace(worker, notice=self._notice_of(worker.node)) if worker.node in leaving else worker
+            for worker in workers
+        ]
 
     def _notice_of(self, node: str) -> EvictionNotice | None:
         report = self._view.reports.get(node)
