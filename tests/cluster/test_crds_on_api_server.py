@@ -22,7 +22,7 @@ from testcrds.api import Api
 from testcrds.manifests import (
     FULL,
     LEAST,
-    OTHER_GROUPS,
+    OTHER_GANGS,
     OWN_STORAGE,
     full_job_status,
     full_node_status,
@@ -38,7 +38,7 @@ EXAMPLES = sorted(FOLDER.parent.glob("examples/*/job.yaml"))
 MISTAKES = [
     row
     for row in {
-        row[0]: row for spec in (*OTHER_GROUPS, OWN_STORAGE, FULL) for row in mistakes(spec, JOB["spec"], "spec")
+        row[0]: row for spec in (*OTHER_GANGS, OWN_STORAGE, FULL) for row in mistakes(spec, JOB["spec"], "spec")
     }.values()
     if not row[0].startswith("spec.checkpoint.interval ")
 ]
@@ -75,12 +75,12 @@ def test_examples_are_accepted(api: Api, path: Path) -> None:
 
 
 def test_a_manifest_with_every_field_is_accepted_and_kept(api: Api) -> None:
-    reached = {mark(path) for spec in (FULL, OWN_STORAGE, *OTHER_GROUPS) for path, _, _ in places(spec, JOB["spec"])}
+    reached = {mark(path) for spec in (FULL, OWN_STORAGE, *OTHER_GANGS) for path, _, _ in places(spec, JOB["spec"])}
     assert set(marks(JOB["spec"])) - reached == {"checkpoint.interval.seconds"}  # an interval is one or the other
     answer = api.dry_run(FULL)
     assert answer.status == 201, answer.message
     assert answer.body["spec"] == FULL
-    for other in OTHER_GROUPS:
+    for other in OTHER_GANGS:
         answer = api.dry_run(other)
         assert answer.status == 201, answer.message
         assert answer.body["spec"]["podGroupPolicy"] == other["podGroupPolicy"]

@@ -67,7 +67,7 @@ def play(api: KubernetesClient, scenario: Callable[[World, Operation], Awaitable
 
 
 def launch_of(job: ClusterJob, attempt: int = 1) -> LaunchGang:
-    return LaunchGang(attempt=attempt, run=f"{job.uid}-{attempt}", resume_step=0)
+    return LaunchGang(attempt=attempt, run=f"{job.uid}-{attempt}", resume_step=0, nodes=job.spec.trainer.num_nodes)
 
 
 @pytest.mark.parametrize("is_sent", [False, True], ids=["before the request", "after it"])

@@ -102,7 +102,7 @@ class DictStore:
 def planned(uid: str, attempt: int) -> tuple[Status, LaunchGang]:
     run = f"{uid}-{attempt}"
     current = Attempt(attempt=attempt, run=run, resume_step=0, planned_time=1.0)
-    return Status(attempt=attempt, current=current), LaunchGang(attempt=attempt, run=run, resume_step=0)
+    return Status(attempt=attempt, current=current), LaunchGang(attempt=attempt, run=run, resume_step=0, nodes=1)
 
 
 def ended(status: Status) -> Status:
@@ -137,7 +137,7 @@ async def gang_that_was_never_launched_is_none(harness: Harness) -> None:
 async def launched_gang_is_seen_and_launching_it_again_changes_nothing(harness: Harness) -> None:
     status, run = await started(harness, 1)
     gang = await observed_gang(harness.backend, status, WorkerPhase.RUNNING)
-    await harness.backend.launch(LaunchGang(attempt=1, run=run, resume_step=0))
+    await harness.backend.launch(LaunchGang(attempt=1, run=run, resume_step=0, nodes=1))
     assert gang.run == run
     assert gang.workers[0].running_since is not None
     assert await observed_gang(harness.backend, status, WorkerPhase.RUNNING) == gang
@@ -189,7 +189,7 @@ async def gang_of_a_lost_operator_is_seen_by_the_next_one(harness: Harness) -> N
     assert observed.live_runs == {run}
     if harness.outlives_operator:
         assert observed.gang.workers[0].phase is WorkerPhase.RUNNING
-        await backend.launch(LaunchGang(attempt=1, run=run, resume_step=0))
+        await backend.launch(LaunchGang(attempt=1, run=run, resume_step=0, nodes=1))
         await harness.exit_with(run, 0)
         await observed_gang(backend, status, WorkerPhase.SUCCEEDED)
     else:

@@ -157,6 +157,17 @@ def test_secret_of_the_cluster_does_not_keep_this_machine_from_going_back(
     assert result.output.count("spec.checkpoint.secretRef has no meaning on one machine and is ignored") == 1
 
 
+def test_gang_is_as_large_here_as_its_manifest_says(run: Run) -> None:
+    trainer = {"args": ["Train_GPT.py"], "workingDir": "dir", "numNodes": 3}
+    elastic = {"trainer": trainer, "elasticPolicy": {"maxNodes": 2}}
+    Path("elastic.yaml").write_text(yaml.safe_dump(manifest(elastic)))
+    result = run("-f", "elastic.yaml")
+    assert result.exit_code == 0, result.output
+    assert run.job is not None
+    assert (run.job.spec.trainer.num_nodes, run.job.spec.elastic_policy) == (3, None)
+    assert "spec.elasticPolicy has no meaning on one machine and is ignored" in result.output
+
+
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*/job.yaml")), ids=lambda path: path.parent.name)
 def test_examples_for_the_cluster_run_here(run: Run, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
     monkeypatch.chdir(EXAMPLES)

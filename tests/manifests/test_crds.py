@@ -75,6 +75,8 @@ MINIMA = {"spec.failurePolicy.rules[].onExitCodes.values[]": 0}  # exit statuses
 MAXIMA = {
     "spec.failurePolicy.rules[].onExitCodes.values[]": 255,
     "spec.trainer.numNodes": 10_000,  # four digits of a pod's name
+    "spec.elasticPolicy.minNodes": 10_000,
+    "spec.elasticPolicy.maxNodes": 10_000,
     "spec.nodeExclusionPolicy.maxExcludedNodes": 64,  # each is a requirement in the affinity of every pod
     "spec.checkpoint.memory.mirrors": 1,
     "spec.checkpoint.interval": 0,  # with minimum 1: no number at all
@@ -239,7 +241,7 @@ def test_variables_that_are_ours_are_those_that_torchrun_reads(job: dict[str, An
 
 
 def test_constants_in_rules_are_those_of_the_code(job: dict[str, Any]) -> None:
-    (rule,) = job["spec"]["x-kubernetes-validations"]
+    rule = next(one for one in job["spec"]["x-kubernetes-validations"] if "sizeLimit" in one["fieldPath"])
     assert f"{CHUNK_BYTES + CONTROL_BYTES}.0 *" in rule["rule"]
     assert str(CHUNK_BYTES + CONTROL_BYTES) in rule["message"]
     assert job["status"]["properties"]["recoveries"]["maxItems"] == MAX_RECOVERIES

@@ -22,7 +22,7 @@ from stepfast_operator.spec import TrainingSpec
 
 OWNER = Owner(job=JobKey(namespace="ml", name="gpt"), uid="0b0e")
 LAUNCH = LaunchGang(
-    attempt=12, run="0b0e-12", resume_step=500, planned_time=1000.0, interruptions=11, trained_seconds=86_400.0
+    attempt=12, run="0b0e-12", resume_step=500, nodes=1, planned_time=1000.0, interruptions=11, trained_seconds=86_400.0
 )
 STORAGE = "abfss://data@account.dfs.core.windows.net/root"
 VOLUME = {
@@ -87,7 +87,8 @@ def test_pod_without_a_template() -> None:
 
 
 def test_variables_in_the_pod() -> None:
-    container = ours(pod_of(spec_of(trainer={"numNodes": 2, "numProcPerNode": 4}))["spec"])
+    spec = spec_of(trainer={"numNodes": 3, "numProcPerNode": 4})
+    container = ours(pod_of(spec, launch=replace(LAUNCH, nodes=2))["spec"])
     variables = values(container)
     settings = json.loads(variables.pop("STEPFAST_SETTINGS"))
     assert (settings["node"], settings["ranksPerAgent"]) == (1, 4)
@@ -464,3 +465,40 @@ def test_template_that_is_none_is_refused_and_breaks_nothing(template: dict[str,
 def test_pod_of_a_job_with_mirrors_says_so_to_its_agent() -> None:
     (volume,) = pod_of(spec_of(checkpoint={"memory": {"mirrors": 1}}))["spec"]["volumes"]
     assert volume["csi"]["volumeAttributes"] == {"job": "gpt", "run": "0b0e-12", "mirrors": "1"}
+
+
+def test_spare_wants_the_place_of_a_pod_and_does_nothing_there() -> None:
+    template = {
+        "nodeSelector": {"pool": "gpu"}, "schedulerName": "other", "priorityClassName": "high",
+        "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+        "initContainers": [{"name": "fetch", "image": "fetch"}],
+        "containers": [
+            {"name": "node", "ports": [{"containerPort": 1}]},
+            {"name": "log", "image": "log:1", "args": ["-f"], "resources": {"requests": {"cpu": "1"}}},
+        ],
+    }  # fmt: skip
+    spec = spec_of(
+        trainer={"resourcesPerNode": {"limits": {"nvidia.com/gpu": 8}}},
+        template={"metadata": {"labels": {"team": "a"}}, "spec": template},
+        spot={"tolerate": True},
+    )
+    spare, pod = (
+        manifests.spare_of(OWNER, spec, 1, ["node-a"]),
+        pod_of(spec, launch=replace(LAUNCH, avoided_nodes=("node-a",))),
+    )
+    assert spare["metadata"]["name"] == "gpt-spare-1"
+    assert spare["metadata"]["ownerReferences"] == pod["metadata"]["ownerReferences"]
+    assert spare["metadata"]["labels"] == {
+        "team": "a", labels.JOB: "gpt", labels.JOB_UID: "0b0e", labels.SPARE: "1", labels.MANAGED_BY: labels.OPERATOR,
+    }  # fmt: skip
+    for what in ("nodeSelector", "schedulerName", "priorityClassName", "affinity", "tolerations", "securityContext"):
+        assert spare["spec"][what] == pod["spec"][what], what
+    assert [volume["name"] for volume in spare["spec"]["volumes"]] == ["data"], "no agent has to do with it"
+    assert "initContainers" not in spare["spec"]
+    assert [
+        (one["name"], one["image"], one["command"], one["resources"]) for one in spare["spec"]["containers"]
+    ] == [
+        ("node", "registry/gpt:1", ["sleep", "infinity"], {"limits": {"nvidia.com/gpu": "8"}}),
+        ("log", "log:1", ["sleep", "infinity"], {"requests": {"cpu": "1"}}),
+    ]  # fmt: skip
+    assert all("env" not in one and "args" not in one for one in spare["spec"]["containers"])

@@ -21,11 +21,12 @@ class StopMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchGang:
-    """Start the gang of the attempt that the status already names, on none of the nodes to be avoided."""
+    """Start the gang of the attempt that the status already names, on so many nodes, on none of those to be avoided."""
 
     attempt: int
     run: str
     resume_step: int
+    nodes: int
     planned_time: float = 0.0
     interruptions: int = 0  # what was seen of the job until it was planned
     trained_seconds: float = 0.0
@@ -67,6 +68,14 @@ class SupersedeAfter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetSpares:
+    """Have so many spares wait for places into which the gang may grow, on none of the nodes to be avoided."""
+
+    count: int
+    avoided_nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveQueue:
     """Tell whoever admits the gang that nothing of it will run again, so that others get its quota. `attempt`:
     the last one.
@@ -92,6 +101,7 @@ class PlanAttempt:
     attempt: int
     run: str
     resume_step: int
+    nodes: int
     progress_step: int | None  # what a later step must exceed to count as progress
     after: Cause | None  # None: the first attempt
     counted: bool
@@ -206,7 +216,7 @@ class RequeueAfter:
 
 
 Effect: TypeAlias = (
-    LaunchGang | StopGang | StartAgent | FlushRun | RequestSave | SupersedeAfter | LeaveQueue | DeleteJob
+    LaunchGang | StopGang | StartAgent | FlushRun | RequestSave | SupersedeAfter | SetSpares | LeaveQueue | DeleteJob
 )
 Record: TypeAlias = (
     PlanAttempt

@@ -99,6 +99,13 @@ class ClusterView:
 
         Those of its own namespace: whoever may make pods elsewhere may write this job's uid on them.
         """
+        return [pod for pod in self._all_pods_of(job, uid) if not pod.is_spare]
+
+    def spares_of(self, job: JobKey, uid: str) -> list[PodView]:
+        """The pods that hold places for the job's gang, by number."""
+        return [pod for pod in self._all_pods_of(job, uid) if pod.is_spare]
+
+    def _all_pods_of(self, job: JobKey, uid: str) -> list[PodView]:
         pods = (pod for pod in self._pods_by_job.get(uid, {}).values() if pod.namespace == job.namespace)
         return sorted(pods, key=lambda pod: (pod.attempt, pod.index))
 

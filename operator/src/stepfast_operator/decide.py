@@ -43,6 +43,7 @@ from stepfast_operator.actions import (
 from stepfast_operator.observed import AgentState, Failure, Intent, Observed, WorkerPhase
 from stepfast_operator.policies import (
     deadline,
+    elastic,
     exclusion,
     flush,
     freshness,
@@ -72,6 +73,9 @@ def decide(observed: Observed) -> Decision:
     the status.
     """
     decision, kept = _decide(observed), observed.spec.ttl_seconds_after_finished
+    spares = elastic.change_of_spares(observed)
+    if spares is not None:
+        decision = replace(decision, actions=(spares, *decision.actions))
     if kept is not None and any(isinstance(action, MarkComplete | MarkFailed) for action in decision.actions):
         # It is over with this pass; the next one is to come when it is to be deleted.
         return replace(decision, actions=(*decision.actions, RequeueAfter(seconds=kept)))
@@ -241,6 +245,7 @@ def _plan(observed: Observed) -> Decision:
         attempt=number,
         run=run_id(observed.uid, number),
         resume_step=start.step,
+        nodes=elastic.size_of_next(observed),
         progress_step=start.progress_step,
         after=cause,
         counted=counted,
@@ -290,6 +295,7 @@ def _launch(observed: Observed, attempt: Attempt) -> Decision:
         attempt=attempt.attempt,
         run=attempt.run,
         resume_step=attempt.resume_step,
+        nodes=elastic.size_of(attempt, observed.spec),
         planned_time=attempt.planned_time,
         interruptions=observed.status.interruptions,
         trained_seconds=observed.status.trained_seconds,
@@ -329,7 +335,7 @@ def _leave(observed: Observed, attempt: Attempt) -> Decision | None:
         return end_in_order(
             observed, attempt, lambda _: _fail(observed, attempt, failure), save_until=reason.save_until_time
         )
-    reason = leaving.reason_of(observed)
+    reason = leaving.reason_of(observed) or elastic.reason_of(observed, attempt)
     if reason is None:
         return None
     return _decision(f"the gang is to leave: {reason.message}", BeginLeave(leaving=reason), RequeueAfter(seconds=0))
@@ -412,6 +418,7 @@ def _check_deadlines(observed: Observed, attempt: Attempt) -> Decision:
         _ahead(deadline.startup_left_seconds(observed, attempt)),
         hang_left,
         restart.next_check_seconds(observed),
+        _ahead(elastic.next_check_seconds(observed, attempt)),
         _ahead(freshness.left_seconds(observed, observed.status)),
     ]
     nearest = min(max(wait, 0.01) for wait in waits if wait is not None)

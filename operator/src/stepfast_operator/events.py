@@ -33,6 +33,8 @@ class EventReason(StrEnum):
     NO_PROGRESS = "NoProgress"
     HANG_DETECTED = "HangDetected"
     EVICTION_NOTICE = "EvictionNotice"
+    SCALING_DOWN = "ScalingDown"
+    SCALING_UP = "ScalingUp"
     NODE_EXCLUDED = "NodeExcluded"
     NODE_SPARED = "NodeSpared"
     CHECKPOINT_RESTORED = "CheckpointRestored"
@@ -147,8 +149,19 @@ def _failed(seen: Pass) -> Iterator[JobEvent]:
 def _leaving(seen: Pass) -> Iterator[JobEvent]:
     """That the gang is to save and go elsewhere."""
     for action in seen.decision.actions:
-        if isinstance(action, BeginLeave):
-            yield _warning(EventReason.EVICTION_NOTICE, f"{action.leaving.message}: the gang saves and leaves")
+        if not isinstance(action, BeginLeave) or seen.after.current is None:
+            continue
+        leaving, size = action.leaving, seen.after.nodes.desired
+        if leaving.nodes is None:
+            yield _warning(EventReason.EVICTION_NOTICE, f"{leaving.message}: the gang saves and leaves")
+            continue
+        text = (
+            f"the gang goes on with {sentences.count_text(leaving.nodes, 'node')} in place of {size}: {leaving.message}"
+        )
+        if leaving.nodes < size:
+            yield _warning(EventReason.SCALING_DOWN, text)
+        else:
+            yield _normal(EventReason.SCALING_UP, text)
 
 
 def _lived(seen: Pass) -> Iterator[JobEvent]:

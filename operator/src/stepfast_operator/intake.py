@@ -10,7 +10,7 @@ from math import ceil
 
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast_operator.observed import Gang, Intent, Observed, WorkerPhase
-from stepfast_operator.policies import deadline, inplace, queueing, readiness, restart
+from stepfast_operator.policies import deadline, elastic, inplace, queueing, readiness, restart
 from stepfast_operator.record import (
     Attempt,
     CheckpointStatus,
@@ -35,7 +35,7 @@ def take_in(observed: Observed) -> Status:
         status = replace(status, start_time=observed.now)
     current = status.current
     if current is None:
-        return replace(status, nodes=Nodes(desired=observed.spec.trainer.num_nodes))
+        return replace(status, nodes=Nodes(desired=elastic.size_of_next(observed)))
     reports = observed.reports_of(current.run)
     ranks = [rank for report in reports for rank in report.ranks]
     if current.ended_time is None:
@@ -105,7 +105,7 @@ def _nodes(observed: Observed, current: Attempt, *, is_up: bool) -> Nodes:
     phases = [worker.phase for worker in observed.gang.workers] if observed.gang is not None else []
     running = phases.count(WorkerPhase.RUNNING)
     return Nodes(
-        desired=observed.spec.trainer.num_nodes,
+        desired=elastic.size_of(current, observed.spec),
         ready=running if is_up and current.ended_time is None else 0,
         active=running + phases.count(WorkerPhase.PENDING),
         succeeded=phases.count(WorkerPhase.SUCCEEDED),

@@ -7,6 +7,7 @@ JOB = f"{PREFIX}/job"
 JOB_UID = f"{PREFIX}/job-uid"
 ATTEMPT = f"{PREFIX}/attempt"
 NODE_INDEX = f"{PREFIX}/node-index"
+SPARE = f"{PREFIX}/spare"  # of a pod that holds a place for its job's gang: its number
 RUN = f"{PREFIX}/run"  # an annotation: longer than a label may be
 LAUNCHED = f"{PREFIX}/launched"  # an annotation of the TrainingJob: which run's pods were begun to be made
 RESUME_REQUEST = f"{PREFIX}/resume-request"  # an annotation of the TrainingJob: names the command that asks for a step
@@ -18,3 +19,7 @@ CONTAINER = "node"  # the trainer's, in every pod of a gang
 
 def pod_name(job: str, attempt: int, index: int) -> str:
     return f"{job}-{attempt}-{index}"
+
+
+def spare_name(job: str, number: int) -> str:
+    return f"{job}-spare-{number}"

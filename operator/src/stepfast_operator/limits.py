@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from stepfast_operator.failurepolicy import FailurePolicy
-from stepfast_operator.spec import ProgressPolicy, ResumePolicy, TrainingSpec
+from stepfast_operator.spec import ElasticPolicy, ProgressPolicy, ResumePolicy, TrainingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,8 @@ class Limits:
     startup_deadline_seconds: float
     graceful_suspend_seconds: float
     resume_policy: ResumePolicy
+    max_nodes: int = 1
+    elastic_policy: ElasticPolicy | None = None
     active_deadline_seconds: float | None = None
     max_staleness_seconds: float | None = None
     ttl_seconds_after_finished: float | None = None
@@ -27,6 +29,8 @@ def limits_of(spec: TrainingSpec) -> Limits:
         failure_policy=replace(spec.failure_policy, rules=()),
         progress_policy=spec.progress_policy,
         startup_deadline_seconds=spec.startup_deadline_seconds,
+        max_nodes=spec.max_nodes,
+        elastic_policy=spec.elastic_policy,
         active_deadline_seconds=spec.active_deadline_seconds,
         max_staleness_seconds=spec.checkpoint.max_staleness_seconds,
         graceful_suspend_seconds=spec.checkpoint.graceful_suspend_seconds,

@@ -159,6 +159,51 @@ def pod_of(
     }
 
 
+def spare_of(owner: Owner, spec: TrainingSpec, number: int, avoided_nodes: Sequence[str]) -> JSON:
+    """A pod that wants the place of one more of the gang's, and does nothing there."""
+    template: dict[str, JSON] = copy.deepcopy(dict(spec.template.spec))
+    job, metadata = owner.job, spec.template.metadata
+    others = _without(template.get("containers") or (), labels.CONTAINER)
+    pod: dict[str, JSON] = {
+        **template,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {**_POD_SECURITY, **(template.get("securityContext") or {})},
+        "terminationGracePeriodSeconds": 0,
+        "restartPolicy": "Always",
+        "containers": [_idle(_container(_trainer_of(template), spec, {})), *map(_idle, others)],
+        "affinity": _affinity(template.get("affinity") or {}, owner, None, avoided_nodes),
+    }
+    pod.pop("initContainers", None)
+    tolerations = tolerations_of(spec)
+    if tolerations:
+        pod["tolerations"] = tolerations
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": labels.spare_name(job.name, number),
+            "namespace": job.namespace,
+            "labels": {
+                **metadata.labels,
+                labels.JOB: job.name,
+                labels.JOB_UID: owner.uid,
+                labels.SPARE: str(number),
+                labels.MANAGED_BY: labels.OPERATOR,
+            },
+            "annotations": dict(metadata.annotations),
+            "ownerReferences": [owner.reference()],
+        },
+        "spec": pod,
+    }
+
+
+def _idle(container: JSON) -> JSON:
+    """What the scheduler sees of a container, and what admission rules ask for."""
+    kept = ("name", "image", "imagePullPolicy", "resources", "securityContext")
+    return {**{key: container[key] for key in kept if key in container}, "command": ["sleep", "infinity"]}
+
+
 def hostname(attempt: int, index: int) -> str:
     """Padded with zeros: c10d numbers nodes in the order of their addresses, and ranks are to keep their nodes."""
     return f"a{attempt}-n{index:05d}"
@@ -173,7 +218,7 @@ def environment(
     # Short names, which the pod's search domains complete: whatever the cluster's domain is called.
     first, own = (f"{hostname(launch.attempt, node)}.{owner.job.name}" for node in (0, index))
     variables = {
-        "PET_NNODES": str(spec.trainer.num_nodes),
+        "PET_NNODES": str(launch.nodes),
         "PET_NPROC_PER_NODE": str(processes),
         "PET_NODE_RANK": str(index),
         "PET_RDZV_BACKEND": "c10d",

@@ -100,6 +100,7 @@ class Worker:
     """One node's share of the gang. `failure` may be there while the phase is still Running: a rank died
     already. `node` is where it runs, or the pod's name while it runs nowhere; `message` says why it is pending.
     `running_since` is when its launcher began to run, which the pull of an image may put off; None while it does not.
+    `is_placed`: it has a node; `is_unschedulable`: the scheduler has found none for it.
     """
 
     index: int
@@ -109,12 +110,24 @@ class Worker:
     pod: str | None = None
     message: str = ""
     running_since: float | None = None
+    is_placed: bool = True
+    is_unschedulable: bool = False
     node_conditions: tuple[NodeCondition, ...] = ()
     notice: EvictionNotice | None = None  # of its node
 
     @property
     def condition_pairs(self) -> tuple[tuple[str, str], ...]:
         return tuple((condition.type, condition.status) for condition in self.node_conditions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spare:
+    """What waits for a place into which the gang may grow. `node`: where it has found one; `placed_time`: when (seconds
+    since the epoch).
+    """
+
+    node: str | None = None
+    placed_time: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,8 +226,8 @@ class Observed:
     `began_time` is when this operator (this `stepfast run`) began to look: what was due before it nobody could do.
     `command` names the command that asks for `resumeFromStep`, unlike any before it; None when the manifest does.
     `anatomy` is the prediction that the manifest carries, as it is written there; `room` what it is compared with,
-    when `policies.memory.is_due`. `nodes` are those that the gang may run on; None on one machine, while a gang runs,
-    and where nothing depends on them.
+    when `policies.memory.is_due`. `nodes` are those that the gang may run on; None on one machine, while a gang runs
+    that is not to grow, and where nothing depends on them.
     `committed` is None until a decision asked to read it; `storage_error` says in a line why reading failed, and
     `is_storage_forbidden` that waiting will not mend it. `generation` is the manifest's, None on one machine.
     """
@@ -242,6 +255,7 @@ class Observed:
     anatomy: str | None = None
     room: Room = Room()
     nodes: Sequence[Candidate] | None = None
+    spares: Sequence[Spare] = ()
     queue: QueueView = QueueView()
 
     @property

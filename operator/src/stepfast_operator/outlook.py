@@ -81,8 +81,12 @@ def _deadlines(status: Status, current: Attempt, limits: Limits, now: float) -> 
             yield "while the gang waits in its queue no deadline runs: it starts once it is admitted as a whole"
             return
         since = current.planned_time if current.restarted_time is None else current.restarted_time
+        yield from _smaller(status, current, limits, now)
         left = max(since, current.dequeued_time or since) + limits.startup_deadline_seconds - now
         yield f"unless all ranks are here {_in(left)}, the job fails for good (startupDeadlineSeconds)"
+    elif limits.elastic_policy is not None and status.nodes.desired < limits.max_nodes:
+        most = count_text(limits.max_nodes, "node")
+        yield f"the gang grows, to at most {most}, when a step of it is committed and there is place (elasticPolicy)"
     last = current.steady_step_time or current.newest_step_time
     if status.is_gang_up and last is not None:
         policy = limits.progress_policy
@@ -93,6 +97,17 @@ def _deadlines(status: Status, current: Attempt, limits: Limits, now: float) -> 
     if limit is not None and current.first_step_time is not None and _has_uncommitted(status, current):
         left = max(committed or 0.0, current.first_step_time) + limit - now
         yield f"unless a step is committed {_in(left)}, CheckpointFresh is False (maxStalenessSeconds)"
+
+
+def _smaller(status: Status, current: Attempt, limits: Limits, now: float) -> Iterator[str]:
+    policy = limits.elastic_policy
+    if policy is not None and policy.min_nodes < status.nodes.desired:
+        left = current.planned_time + policy.scale_down_timeout_seconds - now
+        least = count_text(policy.min_nodes, "node")
+        yield (
+            f"unless there is place for all its pods {_in(left)}, the gang goes on with fewer, with {least} at least "
+            "(scaleDownTimeoutSeconds)"
+        )
 
 
 def _is_queued(status: Status) -> bool:

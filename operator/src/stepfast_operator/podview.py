@@ -16,6 +16,7 @@ from stepfast_operator.observed import NodeCondition
 from stepfast_operator.quantities import parse_quantity
 
 _TERMINAL = frozenset({"Succeeded", "Failed"})
+_SCHEDULED = "PodScheduled"
 _UNSCHEDULABLE = "node.kubernetes.io/unschedulable"  # the taint that its controller adds to a cordoned node, later
 
 
@@ -31,7 +32,9 @@ class Termination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """A pod of a gang. Times are seconds since the epoch; the API server gives whole ones."""
+    """A pod of a gang, or a spare, which is no attempt's. Times are seconds since the epoch; the API server gives whole
+    ones.
+    """
 
     namespace: str
     name: str
@@ -53,6 +56,8 @@ class PodView:
     running_since: float | None = None  # when the trainer's container began to run, if it does
     other_failure: str = ""  # how a container beside the trainer's failed, or one before it
     is_gated: bool = False  # somebody keeps it from the scheduler
+    is_spare: bool = False  # `index` is its number then
+    placed_time: float | None = None  # when the scheduler found a node for it
     member: GroupMember | None = None  # of a group of Kueue's
 
     @property
@@ -77,6 +82,12 @@ class PodView:
     def has_condition(self, kind: str) -> bool:
         found = self.condition(kind)
         return found is not None and found[1] == "True"
+
+    @property
+    def is_unschedulable(self) -> bool:
+        """Whether the scheduler has looked for a node for it, and has found none."""
+        found = self.condition(_SCHEDULED)
+        return self.node is None and found is not None and (found[1], found[2]) == ("False", "Unschedulable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +153,11 @@ def pod_of(pod: JSON) -> PodView | None:
     metadata = pod["metadata"]
     marks, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
     status = pod.get("status") or {}
+    is_spare = labels.SPARE in marks
     try:
-        attempt, index = int(marks[labels.ATTEMPT]), int(marks[labels.NODE_INDEX])
-        job, job_uid, run = marks[labels.JOB], marks[labels.JOB_UID], notes[labels.RUN]
+        job, job_uid = marks[labels.JOB], marks[labels.JOB_UID]
+        attempt, run = (0, "") if is_spare else (int(marks[labels.ATTEMPT]), notes[labels.RUN])
+        index = int(marks[labels.SPARE if is_spare else labels.NODE_INDEX])
     except (KeyError, ValueError):
         return None
     if not _is_controlled(metadata, job_uid):
@@ -164,6 +177,8 @@ def pod_of(pod: JSON) -> PodView | None:
         index=index,
         node=(pod.get("spec") or {}).get("nodeName"),
         is_gated=bool((pod.get("spec") or {}).get("schedulingGates")),
+        is_spare=is_spare,
+        placed_time=_placed_time(status),
         member=member_of(metadata),
         phase=status.get("phase") or "Pending",
         reason=status.get("reason") or "",
@@ -273,6 +288,13 @@ def _conditions(status: JSON) -> tuple[tuple[str, str, str, str], ...]:
         (one["type"], one["status"], one.get("reason") or "", one.get("message") or "")
         for one in status.get("conditions") or ()
     )
+
+
+def _placed_time(status: JSON) -> float | None:
+    conditions = status.get("conditions") or ()
+    found = (one for one in conditions if (one["type"], one["status"]) == (_SCHEDULED, "True"))
+    condition: JSON = next(found, {})
+    return _time(condition.get("lastTransitionTime"))
 
 
 def _waiting(state: JSON) -> str:

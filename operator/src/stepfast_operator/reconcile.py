@@ -21,6 +21,7 @@ from stepfast_operator.actions import (
     ReadSteps,
     RequestSave,
     RequeueAfter,
+    SetSpares,
     StartAgent,
     StopGang,
     SupersedeAfter,
@@ -112,6 +113,8 @@ async def _apply_one(backend: Backend, effect: Effect) -> None:
             await backend.request_save(effect.run)
         case SupersedeAfter():
             await backend.supersede_after(effect.step)
+        case SetSpares():
+            await backend.set_spares(effect.count, effect.avoided_nodes)
         case LeaveQueue():
             await backend.leave_queue(effect.attempt)
         case DeleteJob():

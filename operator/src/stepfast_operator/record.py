@@ -50,6 +50,7 @@ class Cause(StrEnum):
     NODE_LOST = "NodeLost"  # the pod's node is NotReady or gone
     EVICTION_NOTICE = "EvictionNotice"  # the cloud has announced that it takes a node away
     NODE_UNHEALTHY = "NodeUnhealthy"  # the node has a condition that a rule asks about
+    RESIZED = "Resized"  # an elastic gang goes on with another number of nodes
     HANG_DETECTED = "HangDetected"
     SUPERVISOR_RESTARTED = "SupervisorRestarted"  # `stepfast run` itself was killed, its gang with it
     DEADLINE = "Deadline"
@@ -219,11 +220,14 @@ class SparedNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """Why a gang that lives is to save, to end and to be launched anew, and until when its save is waited for."""
+    """Why a gang that lives is to save, to end and to be launched anew, and until when its save is waited for. `nodes`:
+    how many the next one has; None: as many.
+    """
 
     cause: Cause
     begin_time: float
     save_until_time: float
+    nodes: int | None = None
     node: str | None = None
     message: str = ""
 
@@ -236,6 +240,7 @@ class Attempt:
     run: str
     resume_step: int  # 0: from scratch
     planned_time: float
+    nodes: int = 0  # 0: not noted, by an operator that knew of no other number than `numNodes`
     step_before: int | None = None  # where training stood when it was planned
     step_seconds_before: float = 0.0  # how long a step took in the attempt before it
     in_place_restarts: int = 0  # the times below are those since the last of them

@@ -16,9 +16,15 @@ from stepfast_operator.quantities import parse_quantity
 from stepfast_operator.spec import TrainingSpec
 
 
-def room_of(spec: TrainingSpec, nodes: Iterable[NodeView], report_of: Callable[[str], NodeReport | None]) -> Room:
-    """What the job's ranks find on the nodes that its pods may run on. Raises SpecError, as `processes_per_node`
-    does.
+def room_of(
+    spec: TrainingSpec,
+    nodes: Iterable[NodeView],
+    report_of: Callable[[str], NodeReport | None],
+    *,
+    size: int | None = None,
+) -> Room:
+    """What the job's ranks find on the nodes that its pods may run on. `size`: how many of them its gang has, if not
+    `numNodes`. Raises SpecError, as `processes_per_node` does.
     """
     placement, ranks, limits = placement_of(spec), processes_per_node(spec), resources_of(spec).get("limits") or {}
     profiles = [name for name in limits if name.startswith(MIG)]
@@ -26,7 +32,7 @@ def room_of(spec: TrainingSpec, nodes: Iterable[NodeView], report_of: Callable[[
     asked = [name for name in (GPU, *profiles) if gpus_per_node(spec, (name,))]
     slices = [size for size in map(slice_bytes, asked) if size is not None]
     return Room(
-        world_size=spec.trainer.num_nodes * ranks,
+        world_size=(size or spec.trainer.num_nodes) * ranks,
         ranks=ranks,
         gpus=gpus_per_node(spec) + gpus_per_node(spec, profiles),
         limit_bytes=_size(limits.get("memory")),

@@ -36,6 +36,7 @@ from stepfast_operator.actions import (
     Record,
     RequestSave,
     RequeueAfter,
+    SetSpares,
     StartAgent,
     StopGang,
     SupersedeAfter,
@@ -76,7 +77,7 @@ def next_status(observed: Observed, decision: Decision) -> Status:
         match action:
             case LaunchGang() | StopGang() | StartAgent() | FlushRun() | RequestSave() | SupersedeAfter():
                 pass
-            case ReadSteps() | RequeueAfter() | LeaveQueue() | DeleteJob():
+            case ReadSteps() | RequeueAfter() | SetSpares() | LeaveQueue() | DeleteJob():
                 pass
             case _:
                 status = _fold(status, action, observed)
@@ -271,6 +272,7 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
         run=plan.run,
         resume_step=plan.resume_step,
         planned_time=now,
+        nodes=plan.nodes,
         step_before=plan.resume_step if ended is None else ended.reached_step,
         step_seconds_before=0.0 if ended is None else ended.step_seconds,
     )
@@ -286,7 +288,7 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
         state=State.STARTING,
         attempt=plan.attempt,
         restarts=status.restarts + is_restart,
-        interruptions=status.interruptions + is_restart,
+        interruptions=status.interruptions + (is_restart and plan.after is not Cause.RESIZED),
         restarts_count_towards_max=status.restarts_count_towards_max + plan.counted,
         restarts_without_progress=plan.without_progress,
         start_time=status.start_time if status.start_time is not None else now,

@@ -57,7 +57,7 @@ def workers_of(
 def _missing(index: int, now: float, is_stopping: bool) -> Worker:
     gone = Failure(cause=Cause.POD_DELETED, time=now, message=f"the pod of node index {index} is gone")
     failure = None if is_stopping else gone
-    return Worker(index=index, node=f"(node index {index})", phase=WorkerPhase.FAILED, failure=failure)
+    return Worker(index=index, node=f"(node index {index})", phase=WorkerPhase.FAILED, failure=failure, is_placed=False)
 
 
 def _worker(pod: PodView, node: NodeView | None, now: float, is_stopping: bool) -> Worker:
@@ -75,6 +75,8 @@ def _worker(pod: PodView, node: NodeView | None, now: float, is_stopping: bool) 
         failure=failure,
         message=_pending(pod) if phase is WorkerPhase.PENDING else "",
         running_since=pod.running_since,
+        is_placed=pod.node is not None,
+        is_unschedulable=pod.is_unschedulable,
     )
 
 
@@ -208,15 +210,15 @@ def had_ranks(pods: Iterable[PodView]) -> bool:
 
 
 def previous_nodes(
-    pods: Iterable[PodView], reports: Iterable[tuple[str, JobStatus]], attempt: int, size: int
+    pods: Iterable[PodView], reports: Iterable[tuple[str, JobStatus]], attempt: int, ranks_per_node: int
 ) -> dict[int, str]:
-    """Where the attempts before that one, of so many pods, ran, by node index: in the first place as the agents say
-    (node, what it tells of a run), in whose memory the ranks' steps are. A pod may be gone by now, and one that came
-    later may never have had a rank.
+    """Where the attempts before that one ran, by node index: in the first place as the agents say (node, what it tells
+    of a run), in whose memory the ranks' steps are. A pod may be gone by now, and one that came later may never have
+    had a rank.
     """
     told = [
         # Ranks are numbered in the order of the pods, and each pod has as many.
-        (attempt_of(job.run), rank.rank * size // job.world_size, node)
+        (attempt_of(job.run), rank.rank // ranks_per_node, node)
         for node, job in reports
         for rank in job.ranks
     ]

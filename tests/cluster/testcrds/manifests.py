@@ -89,10 +89,11 @@ OWN_STORAGE: dict[str, Any] = {
 }
 
 
-# Nor may it name two who schedule its gang.
-OTHER_GROUPS: tuple[dict[str, Any], ...] = (
+# Nor may it name two who schedule its gang, or be elastic beside any.
+OTHER_GANGS: tuple[dict[str, Any], ...] = (
     {**LEAST, "podGroupPolicy": {"volcano": {"queue": "research"}}},
     {**LEAST, "podGroupPolicy": {"coscheduling": {"scheduleTimeoutSeconds": 60}}},
+    {**LEAST, "elasticPolicy": {"minNodes": 2, "maxNodes": 4, "scaleDownTimeoutSeconds": 120}},
 )
 
 

@@ -54,6 +54,9 @@ class Backend(Protocol):
         AgentUnavailable.
         """
 
+    async def set_spares(self, count: int, avoided_nodes: Sequence[str]) -> None:
+        """Has so many spares wait for places, none on these nodes; more of them are ended."""
+
     async def leave_queue(self, attempt: int) -> None:
         """Tells whoever admits the gang that nothing of it, up to that attempt, will run again."""
 

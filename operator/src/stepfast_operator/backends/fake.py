@@ -25,6 +25,7 @@ from stepfast_operator.observed import (
     Observed,
     QueueView,
     Room,
+    Spare,
     Worker,
     WorkerPhase,
     dead_ranks_of,
@@ -84,6 +85,11 @@ class FakeBackend:
         self.nodes: tuple[str, ...] | None = None  # that gangs may run on; None: nobody knows of nodes
         self.node_conditions: dict[str, tuple[NodeCondition, ...]] = {}  # by node: those that rules ask about
         self.notices: dict[str, EvictionNotice] = {}  # by node
+        self.spares: list[Spare] = []
+        self.unschedulable: dict[
+            int, str
+        ] = {}  # by node index, of the gang launched last: why there is no place for it
+        self.unplaced: set[int] = set()  # those of it that the scheduler has not looked at
         self.queue = QueueView()
         self.refusal = ""  # of whoever is to take the gang
 
@@ -226,6 +232,7 @@ class FakeBackend:
             anatomy=self.anatomy,
             room=self.room,
             nodes=self._candidates(),
+            spares=tuple(self.spares),
             queue=self.queue,
         )
 
@@ -255,11 +262,12 @@ class FakeBackend:
             raise QueueRefused(self.refusal)
         for gang in self.gangs.values():
             gang.lives = False
-        nodes = range(self.spec.trainer.num_nodes)
+        nodes = range(launch.nodes)
         self.gangs[launch.run] = FakeGang(
             run=launch.run, launched_time=self.now, phases=dict.fromkeys(nodes, WorkerPhase.RUNNING)
         )
         self.launches.append(launch)
+        self.unschedulable, self.unplaced = {}, set()
 
     async def stop(self, runs: Sequence[str], mode: StopMode) -> None:
         for run in runs:
@@ -273,6 +281,10 @@ class FakeBackend:
             for rank, status in gang.ranks.items():
                 if status.alive:
                     gang.ranks[rank] = replace(status, alive=False, ended_time=self.now)
+
+    async def set_spares(self, count: int, avoided_nodes: Sequence[str]) -> None:
+        kept = [spare for spare in self.spares if spare.node not in avoided_nodes][:count]
+        self.spares = [*kept, *(Spare() for _ in range(count - len(kept)))]
 
     async def start_agent(self) -> None:
         if self.agent is AgentState.GONE:
@@ -343,14 +355,17 @@ class FakeBackend:
         )
 
     def _gang_of(self, gang: FakeGang) -> Gang:
+        without = self.unplaced | set(self.unschedulable) if gang is self.gang else set()
         workers = [
             Worker(
                 index=node,
                 node=f"node-{node}",
-                phase=phase,
+                phase=WorkerPhase.PENDING if node in without and phase is WorkerPhase.RUNNING else phase,
+                is_placed=node not in without,
+                is_unschedulable=node in without and node in self.unschedulable,
                 failure=gang.failures.get(node),
                 pod=f"{gang.run}-{node}",
-                message=gang.messages.get(node, ""),
+                message=gang.messages.get(node, self.unschedulable.get(node, "") if node in without else ""),
                 running_since=gang.running_since.get(node, gang.launched_time)
                 if phase is WorkerPhase.RUNNING
                 else None,

@@ -29,6 +29,7 @@ from stepfast_operator.backends.jobstorage import JobStorage
 from stepfast_operator.backends.podgroups import PodGroups
 from stepfast_operator.backends.requests import Ask, Request, Requests, is_awaited
 from stepfast_operator.backends.rings import Rings
+from stepfast_operator.backends.spares import Spares
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.document import JSON, decode, encode
@@ -48,7 +49,7 @@ from stepfast_operator.observed import (
 )
 from stepfast_operator.placement import placement_of
 from stepfast_operator.podview import PodView
-from stepfast_operator.policies import exclusion, memory
+from stepfast_operator.policies import elastic, exclusion, memory
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
 from stepfast_operator.rings import ring_of
 from stepfast_operator.room import room_of
@@ -107,6 +108,7 @@ class KubernetesBackend:
         self._storage: JobStorage | None = None
         self.pace = WritePace()
         self._groups = PodGroups(self._kube, self._lease)
+        self._spares = Spares(self._kube, self._view, self._lease)
 
     def take(self, job: ClusterJob) -> None:
         """The TrainingJob as it is now."""
@@ -150,6 +152,7 @@ class KubernetesBackend:
             anatomy=self._job.manifest.anatomy,
             room=self._room(status, gang),
             nodes=self._candidates(status, gang),
+            spares=self._spares.view(self._owner),
             queue=await self._groups.view(self._owner, self._job.spec.pod_group_policy, status.attempt, pods, now),
         )
 
@@ -173,8 +176,7 @@ class KubernetesBackend:
     async def launch(self, launch: LaunchGang) -> None:
         launched = self._launched()
         if launched is None or launched.run != launch.run:
-            nodes = self._job.spec.trainer.num_nodes
-            launched = Launched(run=launch.run, launched_time=self._cluster.clock(), nodes=nodes)
+            launched = Launched(run=launch.run, launched_time=self._cluster.clock(), nodes=launch.nodes)
             await self._note(launched)
         if launched.is_whole:
             return
@@ -217,6 +219,9 @@ class KubernetesBackend:
 
     async def request_save(self, run: str) -> None:
         await self._ask(run, Ask.SAVE)
+
+    async def set_spares(self, count: int, avoided_nodes: Sequence[str]) -> None:
+        await self._spares.set(self._owner, self._job.spec, count, avoided_nodes)
 
     async def leave_queue(self, attempt: int) -> None:
         await self._groups.leave(self._owner, self._job.spec.pod_group_policy, attempt, self._pods())
@@ -273,11 +278,13 @@ class KubernetesBackend:
         """Where nothing is compared with it, no walk over thousands of nodes."""
         if self._job.manifest.anatomy is None or not memory.is_due(status, gang):
             return Room()
-        return room_of(self._job.spec, self._view.nodes.values(), self._view.reports.get)
+        size = status.open_attempt.nodes if status.open_attempt is not None else None
+        return room_of(self._job.spec, self._view.nodes.values(), self._view.reports.get, size=size)
 
     def _candidates(self, status: Status, gang: Gang | None) -> Sequence[Candidate] | None:
         """The nodes that the next gang may run on; where nothing depends on them, no walk over thousands of nodes."""
         is_running = status.open_attempt is not None and gang is not None
+        is_running = is_running and not elastic.may_grow(self._job.spec, status)
         policy = self._job.spec.failure_policy
         is_asked = bool(self._view.leaving) or exclusion.is_asked(status, policy)
         if is_running or status.is_terminal or not is_asked:
@@ -429,7 +436,8 @@ class KubernetesBackend:
 
     async def _make_pods(self, launch: LaunchGang, nodes: int) -> None:
         """Makes those that are not there."""
-        before = previous_nodes(self._pods(), self._told(), launch.attempt, nodes)
+        processes = manifests.processes_per_node(self._job.spec)
+        before = previous_nodes(self._pods(), self._told(), launch.attempt, processes)
         pods = [self._pod_of(launch, index, before.get(index)) for index in range(nodes)]
         policy = self._job.spec.pod_group_policy
         if policy is not None:

@@ -204,7 +204,7 @@ class ProcessBackend:
         attempt = current.attempt + 1
         run = run_id(self._uid, attempt)
         if self._standby.run != run:
-            launch = LaunchGang(attempt=attempt, run=run, resume_step=0)
+            launch = LaunchGang(attempt=attempt, run=run, resume_step=0, nodes=nodes)
             self._standby.prepare(run, [self._start(launch, node, port=0) for node in range(nodes)])
 
     async def stop(self, runs: Sequence[str], mode: StopMode) -> None:
@@ -228,6 +228,9 @@ class ProcessBackend:
     async def request_save(self, run: str) -> None:
         if self._agent is not None:
             await self._agent.request_save(run)
+
+    async def set_spares(self, count: int, avoided_nodes: Sequence[str]) -> None:
+        """Nothing: one machine has room for what runs on it."""
 
     async def leave_queue(self, attempt: int) -> None:
         """Nothing: nobody queues what runs on this machine."""

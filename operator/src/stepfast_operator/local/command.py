@@ -220,6 +220,7 @@ def _run(job: TrainingJob, ignored: list[str], invocation: Invocation, *, anatom
         invocation=invocation,
         is_measured=anatomy,
     )
+    job = replace(job, spec=replace(job.spec, elastic_policy=None))  # one machine has place for what runs on it
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)

@@ -154,4 +154,4 @@ def _left(observed: Observed, excluded: Sequence[ExcludedNode]) -> int:
 
 
 def _needed(observed: Observed) -> int:
-    return observed.spec.trainer.num_nodes
+    return observed.spec.min_nodes

@@ -24,7 +24,7 @@ DEAD_RANK_GRACE_SECONDS = 2.0
 UNTOLD_SECONDS = 3.0
 
 # Not the training's fault: neither counted nor backed off.
-UNCOUNTED = frozenset({Cause.SUPERVISOR_RESTARTED, Cause.SUSPENDED})
+UNCOUNTED = frozenset({Cause.SUPERVISOR_RESTARTED, Cause.SUSPENDED, Cause.RESIZED})
 # Done to a gang from outside: never counted towards maxRestarts, backed off only without progress.
 DISRUPTIONS = frozenset({Cause.POD_DELETED, Cause.POD_EVICTED, Cause.NODE_LOST, Cause.EVICTION_NOTICE})
 # How a worker ends whose peer was taken away, seen from itself.
