@@ -32,6 +32,7 @@ class Kubelets:
         self._kube, self._namespace = kube, namespace
         self.stuck: set[str] = set()
         self.slow_to_start: set[str] = set()
+        self.without_place = set[str]()  # pods that the scheduler finds no node for
         self.pods: dict[str, Any] = {}  # as the watch told of them last, by name
         self.ever_made: dict[str, set[str]] = defaultdict(set)  # uids, by name: more than one was made more than once
         self._nodes: set[str] = set()
@@ -111,9 +112,13 @@ class Kubelets:
             if metadata.get("deletionTimestamp"):
                 if node is not None and node not in self.stuck:  # without a node the API server itself removes it
                     await self._terminate(metadata["name"], pod["status"].get("phase"))
-            elif node is None:
+            elif node is None and metadata["name"] not in self.without_place:
                 await self._bind(metadata["name"], int((metadata.get("labels") or {}).get(labels.NODE_INDEX, 0)))
-            elif pod["status"].get("phase") == "Pending" and metadata["name"] not in self.slow_to_start:
+            elif (
+                node is not None
+                and pod["status"].get("phase") == "Pending"
+                and metadata["name"] not in self.slow_to_start
+            ):
                 await self._set(metadata["name"], "Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}})
         except (NotFound, Conflict):
             return  # it has changed since; the watch tells how
