@@ -26,6 +26,8 @@ THOROUGH_TESTS = Path(__file__).with_name("thorough.txt")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help=f"run what {THOROUGH_TESTS.name} lists, and nothing else")
+    parser.addoption("--everything", action="store_true", help=f"run what {THOROUGH_TESTS.name} lists, too")
+    parser.addoption("--chaos-page", type=Path, help="write what rows of tests/cluster/matrix find into this page")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -35,7 +37,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is thorough, or all else; a test that is asked for by its own name runs."""
-    if any("::" in argument for argument in config.args):
+    if config.option.everything or any("::" in argument for argument in config.args):
         return
     names = {line for line in THOROUGH_TESTS.read_text().splitlines() if not line.startswith("#")}
     seen = {item.nodeid for item in items}

@@ -45,7 +45,7 @@ class Proxy:
     """An HTTP/1.1 proxy for one server. Each request that matches takes the first fault of a list, or that
     of an outage:
 
-    a number          this status, and the request never arrives; `429:2` asks to be retried after 2 seconds
+    a number          this status, and the request never arrives; `503:2` asks to be retried after 2 seconds
     reset             the connection is reset, and the request never arrives
     cut               the response breaks off in its middle
     lost              the server acts, the connection ends without a response
@@ -54,13 +54,14 @@ class Proxy:
     slow              the response comes a little later
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, host: str = "127.0.0.1") -> None:
+        """`host`: where the server listens at that port, and the proxy at another."""
         self.port = 0
         self.requests: list[str] = []
         self.faults: list[str] = []
         self.matching = ""
         self.outage = ""
-        self._server_port = port
+        self._host, self._server_port = host, port
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         started = threading.Event()
@@ -91,7 +92,7 @@ class Proxy:
 
     async def _serve(self, started: threading.Event) -> None:
         self._over = asyncio.Event()
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._accept, self._host, 0)
         self.port = server.sockets[0].getsockname()[1]
         started.set()
         await self._over.wait()
@@ -152,7 +153,7 @@ class Proxy:
 
     async def _ask(self, head: bytes, body: bytes) -> bytes:
         # The Host header is signed and stays the proxy's; the server is told to end with its response.
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._server_port)
+        reader, writer = await asyncio.open_connection(self._host, self._server_port)
         try:
             writer.write(head.replace(b"\r\nConnection: keep-alive", b"", 1) + body)
             await writer.drain()
@@ -172,8 +173,10 @@ class Proxy:
 
 def _refusal(fault: str) -> bytes:
     status, _, after_seconds = fault.partition(":")
-    retry_after = f"Retry-After: {after_seconds}\r\n" if after_seconds else ""
-    return f"HTTP/1.1 {status} Injected\r\n{retry_after}Content-Length: 0\r\n\r\n".encode()
+    more = f"Retry-After: {after_seconds}\r\n" if after_seconds else ""
+    if status == "503":  # as Azure says it
+        more += "x-ms-error-code: ServerBusy\r\n"
+    return f"HTTP/1.1 {status} Injected\r\n{more}Content-Length: 0\r\n\r\n".encode()
 
 
 def _length(head: bytes) -> int:

@@ -65,6 +65,7 @@ def test_object_is_made_for_its_node_and_says_that_the_agent_is_ready(
     status = newest(api)
     (ready,) = status["conditions"]
     assert (ready["type"], ready["status"], ready["observedGeneration"]) == ("Ready", "True", 1)
+    assert parse_time(status["writtenTime"]) >= parse_time(ready["lastTransitionTime"])
     assert parse_time(ready["lastTransitionTime"]) <= time.time()
     assert (status["observedGeneration"], status["memory"]["limitBytes"], status["jobs"]) == (1, 1 << 30, [])
     assert "node" not in status

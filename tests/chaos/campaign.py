@@ -16,6 +16,8 @@ from pathlib import Path
 
 from trial import RANKS, STEPS, Kind, Outcome, Trial
 
+from chaospage import Part, write_part
+
 
 def plan(trials: int, first_seed: int) -> list[tuple[Kind, int]]:
     """Every kind in turn, each with a seed of its own."""
@@ -24,13 +26,13 @@ def plan(trials: int, first_seed: int) -> list[tuple[Kind, int]]:
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    """The campaign as a Markdown page."""
+    """The campaign as a part of the page, in Markdown."""
     by_kind: dict[Kind, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         by_kind[outcome.kind].append(outcome)
     failed = [outcome for outcome in outcomes if outcome.violations]
     lines = [
-        "# Chaos",
+        "## On one machine",
         "",
         f"`make chaos`, {datetime.now(UTC):%Y-%m-%d}: {len(outcomes)} seeded trials, {len(failed)} with a violation.",
         "",
@@ -79,7 +81,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--kind", help="only kinds whose name contains this")
-    parser.add_argument("--report", type=Path, help="write the report here")
+    parser.add_argument("--report", type=Path, help="write the report into this page, as its part of it")
     parser.add_argument("--keep", type=Path, help="keep the folders of violated trials here")
     arguments = parser.parse_args()
     wanted = [(k, seed) for k, seed in plan(arguments.trials, arguments.first_seed) if (arguments.kind or "") in k]
@@ -98,7 +100,7 @@ def main() -> None:
     text = report(outcomes)
     print(text)
     if arguments.report:
-        arguments.report.write_text(text)
+        write_part(arguments.report, Part.MACHINE, text)
     sys.exit(any(outcome.violations for outcome in outcomes))
 
 

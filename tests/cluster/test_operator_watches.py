@@ -327,7 +327,7 @@ def test_history_that_was_forgotten_is_listed_anew_and_what_went_meanwhile_is_go
             await place.remove("a")
             await place.change("b", "2")
             newest = await place.make("c")
-            await asyncio.to_thread(own_server.claim.kill, "kube-apiserver")
+            await asyncio.to_thread(own_server.stop_api_server)
             compact(own_server, int(newest["metadata"]["resourceVersion"]))
             await asyncio.to_thread(own_server.restart_api_server)
             place.wire.mend()
@@ -369,7 +369,7 @@ def test_restarted_api_server_is_found_again(own_server: ApiServer) -> None:
         await place.make("a")
         async with running(place.mirror()) as mirror:
             await until("it watches", lambda: place.seen.watches >= 1)
-            await asyncio.to_thread(own_server.claim.kill, "kube-apiserver")
+            await asyncio.to_thread(own_server.stop_api_server)
             await asyncio.to_thread(own_server.restart_api_server)
             await place.change("a", "2")
             await until("the change is seen", lambda: mirror.get("a") == "2")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testcluster.waiting import wait_until
-from testjobs.gangs import made_pods
+from testjobs.account import Account
 from testjobs.job import SAVE_EVERY, STEPS, Job, Team
 from testjobs.release import Release
 
@@ -28,15 +28,6 @@ def submit(team: Team) -> Iterator[Callable[..., Job]]:
         team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=120s")
 
 
-def check_undisturbed(job: Job, undisturbed: Mapping[int, str]) -> None:
-    """It ended as it would have, in its first attempt and its first pods."""
-    status = job.wait_for_end()
-    assert (status["attempt"], status["restarts"]) == (1, 0), job.story()
-    assert status["checkpoint"]["latestPersistedStep"] == STEPS
-    assert job.digests() == undisturbed
-    assert len(made_pods(list(job.cluster.audit()), job.document()["metadata"]["uid"])) == 2
-
-
 def test_a_job_goes_on_through_an_upgrade(
     submit: Callable[..., Job], release: Release, undisturbed: Mapping[int, str]
 ) -> None:
@@ -50,7 +41,7 @@ def test_a_job_goes_on_through_an_upgrade(
     assert not before & after, "all of the release was replaced"
     assert "terminalState" not in job.status()
     job.signal_rank("USR1")
-    check_undisturbed(job, undisturbed)
+    Account(undisturbed=undisturbed).check_end(job, restarts=0)
 
 
 def test_a_job_outlives_the_release_and_the_next_one_takes_it_up(
@@ -69,7 +60,7 @@ def test_a_job_outlives_the_release_and_the_next_one_takes_it_up(
     job.wait("the next release sees it train", lambda status: status["checkpoint"]["latestPersistedStep"] > committed)
     assert _phases(job) == {"Running"}
     job.signal_rank("USR1")
-    check_undisturbed(job, undisturbed)
+    Account(undisturbed=undisturbed).check_end(job, restarts=0)
 
 
 def _phases(job: Job) -> set[str]:

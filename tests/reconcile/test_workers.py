@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
+from stepfast.nodestatus import (
+    EvictionNotice,
+    JobStatus,
+    NodeStatus,
+    RankStatus,
+    SaveStatus,
+    by_another_clock,
+    format_time,
+    to_document,
+)
 from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.document import JSON
 from stepfast_operator.observed import Failure, Worker, WorkerPhase
-from stepfast_operator.podview import NodeView, PodView, agent_of, node_of, pod_of, report_of
+from stepfast_operator.podview import NodeReport, NodeView, PodView, agent_of, node_of, pod_of, report_of
 from stepfast_operator.record import Cause
 from stepfast_operator.workers import previous_nodes, workers_of
 
@@ -445,6 +455,55 @@ def test_report_is_read_with_its_requests() -> None:
     assert [(one.job, one.run, tuple(one.pending_steps)) for one in report.jobs] == [
         (JobKey(namespace="ml", name="gpt"), "uid-2", (5,))
     ]
+
+
+def report_written_by(clock_ahead_seconds: float, *, taken: str = "2026-01-01T00:00:00Z") -> NodeReport:
+    """Of a rank that died at NOW - 5, on a node whose clock is so far ahead, taken by the API server at NOW."""
+    dead = RankStatus(
+        rank=0, pid=1, alive=False, clean=False, joined_time=NOW - 60, global_step=7, step_time=NOW - 6,
+        waited_time=NOW - 30, ended_time=NOW - 5, restored_time=NOW - 50,
+    )  # fmt: skip
+    job = JobStatus(
+        job=JobKey(namespace="ml", name="gpt"), run="uid-2", world_size=1, ranks=(dead,), saves=SaveStatus(),
+        latest_persisted_step=5, latest_persisted_time=NOW - 10,
+    )  # fmt: skip
+    notice = EvictionNotice(kind="Preempt", event="e", seen_time=NOW - 3, not_before_time=NOW + 30)
+    status = NodeStatus(
+        node="n", memory_limit_bytes=1, memory_used_bytes=0, jobs=(job,), notice=notice, written_time=NOW - 0.25
+    )  # fmt: skip
+    document = to_document(by_another_clock(status, -clock_ahead_seconds))
+    document["evictionNotice"]["notBefore"] = format_time(NOW + 30)  # the cloud's
+    fields = [{"subresource": "status", "time": "2025-12-31T20:00:00Z"}, {"subresource": "status", "time": taken}]
+    metadata = {"name": "n", "generation": 1, "managedFields": [*fields, {"time": "2026-01-01T02:00:00Z"}]}
+    return report_of({"metadata": metadata, "status": document})
+
+
+@pytest.mark.parametrize("ahead", [300.0, -300.0], ids=["ahead", "behind"])
+def test_times_of_a_node_whose_clock_is_off_are_told_by_the_api_servers(ahead: float) -> None:
+    report = report_written_by(ahead)
+    assert report.clock_ahead_seconds == ahead
+    assert (report.jobs, report.notice) == (report_written_by(0.0).jobs, report_written_by(0.0).notice)
+    assert report.jobs[0].ranks[0].ended_time == NOW - 5
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        pytest.param(report_written_by(9.0), id="a clock that is nearly right"),
+        pytest.param(report_written_by(0.0, taken="2026-01-01T00:00:09Z"), id="a request that took long"),
+    ],
+)
+def test_times_stand_as_they_were_told_where_clocks_seem_to_agree(report: NodeReport) -> None:
+    assert report.clock_ahead_seconds == 0.0
+
+
+@pytest.mark.parametrize("ahead", [300.0, -300.0], ids=["ahead", "behind"])
+def test_launchers_time_is_told_by_the_api_servers_clock(ahead: float) -> None:
+    pod = view(pod_json(phase="Failed", containerStatuses=[ended(139, message=launcher(time=NOW - 12 + ahead))]))
+    skewed = replace(pod, clock_ahead_seconds=ahead)
+    (worker,) = workers_of([skewed], 1, lambda _: READY, now=NOW, is_stopping=False)
+    assert worker.failure is not None
+    assert worker.failure.time == NOW - 12
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,11 @@ class ClusterView:
         found = (self.reports.get(node) for node in sorted(self._nodes_by_job.get(job, ())))
         return [report for report in found if report is not None]
 
+    def clock_ahead_seconds(self, node: str | None) -> float:
+        """How far that node's clock is ahead of the API server's, as far as is known."""
+        report = self.reports.get(node) if node is not None else None
+        return report.clock_ahead_seconds if report is not None else 0.0
+
     def has_ready_agent(self, node: str) -> bool:
         return any(agent.is_ready for agent in self._agents_by_node.get(node, {}).values())
 

@@ -268,21 +268,30 @@ def _count_really_restored(status: Status, current: Attempt, planned: Attempt) -
 def _recoveries(
     recoveries: tuple[Recovery, ...], current: Attempt, checkpoint: CheckpointStatus, gang: Gang | None
 ) -> tuple[Recovery, ...]:
-    """Fills in the recovery that the current attempt completes, as its times become known."""
+    """Fills in the recovery that the current attempt completes, as its times become known: each by the clock of whoever
+    told of it, and none before the one that it follows.
+    """
     if not recoveries or not recoveries[-1].is_ended_by(current):
         return recoveries
     last = recoveries[-1]
     if last.duration_seconds is not None and last.restored_time is not None:
         return recoveries  # until then: one node may tell of its first step before another of what it restored
-    resumed = current.first_step_time
     is_launched = gang is not None and gang.run == current.run and last.in_place_restart is None
+    launched = gang.launched_time if gang is not None and is_launched else last.launched_time
+    ready = _not_before(launched or last.detected_time, current.pods_ready_time)
+    restored = _not_before(ready, current.restored_time)
+    resumed = _not_before(restored or ready, current.first_step_time)
     last = replace(
         last,
-        launched_time=gang.launched_time if gang is not None and is_launched else last.launched_time,
-        pods_ready_time=current.pods_ready_time,
-        restored_time=current.restored_time,
+        launched_time=launched,
+        pods_ready_time=ready,
+        restored_time=restored,
         restored_tier=checkpoint.restored_tier,
         resumed_time=resumed,
         duration_seconds=round(max(0.0, resumed - last.failure_time), 6) if resumed is not None else None,
     )
     return (*recoveries[:-1], last)
+
+
+def _not_before(earlier: float | None, time: float | None) -> float | None:
+    return time if time is None or earlier is None else max(earlier, time)

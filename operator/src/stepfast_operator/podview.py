@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from stepfast.errors import SpecError
-from stepfast.nodestatus import EvictionNotice, JobStatus, from_document
+from stepfast.nodestatus import EvictionNotice, JobStatus, NodeStatus, by_another_clock, from_document
 from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.document import JSON
@@ -15,6 +15,7 @@ from stepfast_operator.groupmember import GroupMember, member_of
 from stepfast_operator.observed import NodeCondition
 from stepfast_operator.quantities import parse_quantity
 
+_SAME_CLOCK_SECONDS = 10.0  # a request that is slow looks like a clock that is behind
 _TERMINAL = frozenset({"Succeeded", "Failed"})
 _SCHEDULED = "PodScheduled"
 _UNSCHEDULABLE = "node.kubernetes.io/unschedulable"  # the taint that its controller adds to a cordoned node, later
@@ -55,6 +56,7 @@ class PodView:
     termination: Termination | None
     running_since: float | None = None  # when the trainer's container began to run, if it does
     other_failure: str = ""  # how a container beside the trainer's failed, or one before it
+    clock_ahead_seconds: float = 0.0  # of its node, as in NodeReport
     is_gated: bool = False  # somebody keeps it from the scheduler
     is_spare: bool = False  # `index` is its number then
     placed_time: float | None = None  # when the scheduler found a node for it
@@ -125,7 +127,8 @@ class NodeReport:
     """What a node's agent reports, and which generation of the operator's requests that takes in. `memory_limit_bytes`:
     what it may take for slots; None while it does not say. `notice`: that the cloud is about to take the node away.
     `gangs`: what it was told of those that mirror their steps; `mirror_address`: where other agents reach it, if it
-    takes part in that.
+    takes part in that. Times are by the API server's clock; `clock_ahead_seconds`: how far the node's is ahead of it
+    (negative: behind).
     """
 
     node: str
@@ -137,6 +140,7 @@ class NodeReport:
     notice: EvictionNotice | None = None
     gangs: tuple[Mapping[str, JSON], ...] = ()
     mirror_address: str | None = None
+    clock_ahead_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,9 +245,11 @@ def report_of(document: JSON) -> NodeReport:
     metadata, spec, status = document["metadata"], document.get("spec") or {}, document.get("status") or {}
     try:
         told = from_document({"node": metadata["name"], "memory": {"limitBytes": 0, "usedBytes": 0}, **status})
+        ahead = _clock_ahead_seconds(told, metadata)
+        told = by_another_clock(told, ahead) if ahead else told
         jobs, limit, notice, address = told.jobs, told.memory_limit_bytes, told.notice, told.mirror_address
     except (KeyError, TypeError, ValueError, SpecError):
-        jobs, limit, notice, address = (), 0, None, None
+        jobs, limit, notice, address, ahead = (), 0, None, None, 0.0
     return NodeReport(
         node=metadata["name"],
         generation=int(metadata.get("generation") or 0),
@@ -254,7 +260,20 @@ def report_of(document: JSON) -> NodeReport:
         notice=notice,
         gangs=tuple(dict(gang) for gang in spec.get("gangs") or ()),
         mirror_address=address,
+        clock_ahead_seconds=ahead,
     )
+
+
+def _clock_ahead_seconds(told: NodeStatus, metadata: JSON) -> float:
+    """By when the agent wrote its status and when the API server took it, in whole seconds. A small difference is taken
+    for none.
+    """
+    taken = [one.get("time") for one in metadata.get("managedFields") or () if one.get("subresource") == "status"]
+    times = [time for time in map(_time, taken) if time is not None]
+    if told.written_time is None or not times:
+        return 0.0
+    ahead = float(round(told.written_time - max(times)))
+    return ahead if abs(ahead) > _SAME_CLOCK_SECONDS else 0.0
 
 
 def agent_of(pod: JSON) -> AgentView:

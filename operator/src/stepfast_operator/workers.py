@@ -26,7 +26,7 @@ _PHASES = {
 _TAKEN_AWAY = frozenset({"Evicted", "Preempting", "Terminated", "NodeShutdown"})
 _MESSAGE_CHARACTERS = 1000
 _EXIT_CODES = range(256)
-_CLOCK_SKEW_SECONDS = 300.0  # between a node and us
+_CLOCK_SKEW_SECONDS = 300.0  # between a node and us, where its agent does not tell
 
 
 def workers_of(
@@ -126,7 +126,8 @@ def _time_of(said: Mapping[str, JSON], pod: PodView, now: float) -> float | None
     time = said.get("time")
     if isinstance(time, bool) or not isinstance(time, int | float):
         return None
-    return float(time) if pod.created_time <= time <= now + _CLOCK_SKEW_SECONDS else None
+    time -= pod.clock_ahead_seconds
+    return min(float(time), now) if pod.created_time <= time <= now + _CLOCK_SKEW_SECONDS else None
 
 
 def _lost(pod: PodView, node: NodeView | None, now: float) -> Failure | None:

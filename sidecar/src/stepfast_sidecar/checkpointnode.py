@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import isfinite
 from typing import Any, Protocol
@@ -307,7 +307,12 @@ class CheckpointNodeWriter:
         if seen is None:
             return
         document = status_document(
-            status, generation=seen[1], is_ready=is_ready, since=self._since, reason=reason, message=message
+            replace(status, written_time=time.time()),
+            generation=seen[1],
+            is_ready=is_ready,
+            since=self._since,
+            reason=reason,
+            message=message,
         )
         await api.patch_status(self._node, document)
         self._written = (seen, news_of(status))

@@ -6,6 +6,7 @@ An `ApiServer` alone (etcd and the API server) needs no root and no Debian packa
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -123,9 +124,22 @@ class ApiServer(KubernetesClient):
         self._start_api_server()
         wait_until("the API server is ready", self._is_ready, seconds=READY_SECONDS)
 
+    def stop_api_server(self) -> None:
+        """At once. etcd has what it had written."""
+        self.claim.kill("kube-apiserver")
+
     def restart_api_server(self) -> None:
         """Starts it once more, after its end. Returns when requests are answered."""
         self._start_api_server()
+        wait_until("the API server is ready again", self._is_ready, seconds=READY_SECONDS)
+
+    def stop_etcd(self) -> None:
+        """In order; the API server stays, and answers with errors."""
+        self.claim.kill("etcd", number=signal.SIGTERM)
+
+    def restart_etcd(self) -> None:
+        """Starts it once more, after its end, with its data. Returns when the API server answers from it."""
+        self._start_etcd()
         wait_until("the API server is ready again", self._is_ready, seconds=READY_SECONDS)
 
     def _is_ready(self) -> bool:

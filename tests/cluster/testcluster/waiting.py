@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 
 class CommandFailed(Exception):
@@ -30,6 +31,14 @@ def wait_until(what: str, is_so: Callable[[], object], *, seconds: float = 30.0,
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {seconds:.0f} s: {what}{answer}")
         threading.Event().wait(every_seconds)
+
+
+@contextmanager
+def lasting(seconds: float) -> Iterator[None]:
+    """What is inside takes at least so long: for a disturbance that is of a given length."""
+    begin = time.monotonic()
+    yield
+    threading.Event().wait(max(0.0, begin + seconds - time.monotonic()))
 
 
 def run_or_raise(*command: str, timeout_seconds: float = 300.0, environment: Mapping[str, str] | None = None) -> str:

@@ -133,9 +133,9 @@ class Job:
             ),
         )
 
-    def wait_for_end(self) -> dict[str, Any]:
+    def wait_for_end(self, *, seconds: float = SECONDS) -> dict[str, Any]:
         """Until it is over; it has to be Complete."""
-        status = self.wait("it is over", lambda status: "terminalState" in status)
+        status = self.wait("it is over", lambda status: "terminalState" in status, seconds=seconds)
         assert status["terminalState"] == "Complete", (status, self.story())
         return status
 
@@ -204,6 +204,10 @@ class Job:
         self.cluster.kubectl(
             "exec", "-n", self.namespace, pod, "-c", "node", "--", "sh", "-c", _RANK.format(signal=signal)
         )
+
+    def signal_rank_on(self, node: str, signal: str) -> None:
+        """Sends a signal to the ranks on that node, of whatever job: from the node, without the API server."""
+        self.cluster.nodes[node].run("sh", "-c", _RANK.format(signal=signal))
 
     def delete_pod(self, *, index: int = 1, attempt: int = 1) -> None:
         self.cluster.kubectl("delete", "pod", f"{self.name}-{attempt}-{index}", "-n", self.namespace, "--wait=false")

@@ -6,7 +6,7 @@ form of times: RFC 3339, in UTC, to the microsecond.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isfinite
 from typing import Any
@@ -96,7 +96,7 @@ class EvictionNotice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """Everything the agent has to say."""
+    """Everything the agent has to say. `written_time`: when it said so, by the node's clock, as all times are."""
 
     node: str
     memory_limit_bytes: int
@@ -104,6 +104,7 @@ class NodeStatus:
     jobs: Sequence[JobStatus]
     notice: EvictionNotice | None = None
     mirror_address: str | None = None  # where other agents reach this one; None: it takes no mirrors
+    written_time: float | None = None
 
     def job(self, job: JobKey, run: str) -> JobStatus | None:
         """The status of that run, if the agent knows it."""
@@ -136,12 +137,13 @@ def to_document(status: NodeStatus) -> dict[str, Any]:
         "jobs": [_job_document(job) for job in status.jobs],
         **notice,
         **({"mirrorAddress": status.mirror_address} if status.mirror_address is not None else {}),
+        **({"writtenTime": format_time(status.written_time)} if status.written_time is not None else {}),
     }
 
 
 def from_document(document: Mapping[str, Any]) -> NodeStatus:
     """Reads `to_document`'s values. Raises KeyError, TypeError or ValueError when they are not that."""
-    notice = document.get("evictionNotice")
+    notice, written = document.get("evictionNotice"), document.get("writtenTime")
     return NodeStatus(
         notice=None if notice is None else EvictionNotice(**_read(notice, _NOTICE_FIELDS)),
         node=document["node"],
@@ -149,6 +151,36 @@ def from_document(document: Mapping[str, Any]) -> NodeStatus:
         memory_used_bytes=document["memory"]["usedBytes"],
         jobs=tuple(_job_from(job) for job in document["jobs"]),
         mirror_address=document.get("mirrorAddress"),
+        written_time=None if written is None else parse_time(written),
+    )
+
+
+def by_another_clock(status: NodeStatus, ahead_seconds: float) -> NodeStatus:
+    """The same, told by a clock that the node's is so far ahead of. What the cloud announced is by the cloud's."""
+
+    def told(time: float | None) -> float | None:
+        return None if time is None else time - ahead_seconds
+
+    def of_rank(rank: RankStatus) -> RankStatus:
+        return replace(
+            rank,
+            joined_time=rank.joined_time - ahead_seconds,
+            step_time=told(rank.step_time),
+            waited_time=told(rank.waited_time),
+            ended_time=told(rank.ended_time),
+            restored_time=told(rank.restored_time),
+        )
+
+    def of_job(job: JobStatus) -> JobStatus:
+        ranks = tuple(map(of_rank, job.ranks))
+        return replace(job, ranks=ranks, latest_persisted_time=told(job.latest_persisted_time))
+
+    notice = status.notice
+    return replace(
+        status,
+        jobs=tuple(map(of_job, status.jobs)),
+        notice=None if notice is None else replace(notice, seen_time=notice.seen_time - ahead_seconds),
+        written_time=told(status.written_time),
     )
 
 

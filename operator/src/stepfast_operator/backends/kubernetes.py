@@ -324,7 +324,7 @@ class KubernetesBackend:
         )
 
     def _workers(self, current: Attempt, launched: Launched, pods: Sequence[PodView], now: float) -> Sequence[Worker]:
-        ours = [pod for pod in pods if pod.run == current.run]
+        ours = [self._dated(pod) for pod in pods if pod.run == current.run]
         workers = workers_of(
             ours,
             launched.nodes,
@@ -340,6 +340,10 @@ class KubernetesBackend:
             replace(worker, notice=self._notice_of(worker.node)) if worker.node in leaving else worker
             for worker in workers
         ]
+
+    def _dated(self, pod: PodView) -> PodView:
+        ahead = self._view.clock_ahead_seconds(pod.node)
+        return replace(pod, clock_ahead_seconds=ahead) if ahead else pod
 
     def _notice_of(self, node: str) -> EvictionNotice | None:
         report = self._view.reports.get(node)

@@ -33,7 +33,9 @@ def last_progress_time(observed: Observed, attempt: Attempt) -> float | None:
     # steps yet.
     times = [rank.joined_time if rank.step_time is None else rank.step_time for rank in behind]
     waits = [rank.waited_time for rank in ranks if rank.waited_time is not None]
-    return max([started, *times, *waits])
+    # What was seen here counts whatever a node's clock says: one that was set makes steps of a moment ago look old.
+    seen = [started] if attempt.steady_step_time is None else [started, attempt.steady_step_time]
+    return max([*seen, *times, *waits])
 
 
 def hang_left_seconds(observed: Observed, attempt: Attempt) -> float | None:

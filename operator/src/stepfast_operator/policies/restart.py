@@ -243,7 +243,9 @@ def _worker_failures(observed: Observed) -> list[Failure]:
 
 
 def _dated(observed: Observed, failure: Failure) -> Failure:
-    """The failure with the best known time: the agent saw the connection end before torchrun polled."""
+    """The failure with the best known time: the agent saw the connection end before torchrun polled. Clocks of several
+    machines told of it, and it is never yet to come.
+    """
     dead = inplace.dead_ranks(observed, observed.gang.run) if observed.gang is not None else []
     times = [rank.ended_time for rank in dead if rank.rank == failure.rank]
-    return replace(failure, time=min([failure.time, *times]))
+    return replace(failure, time=min([failure.time, observed.now, *times]))

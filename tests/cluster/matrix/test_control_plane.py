@@ -1,0 +1,81 @@
+"""The API server or etcd is away for a while: training needs neither, and the operator takes up where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from testcluster.cluster import Cluster
+from testcluster.waiting import lasting, wait_until
+from testjobs.account import COMMITTED, Account, check_ledger
+from testjobs.job import Job
+
+
+@contextmanager
+def without_api_server(cluster: Cluster) -> Iterator[None]:
+    cluster.control_plane.stop_api_server()
+    try:
+        yield
+    finally:
+        cluster.control_plane.restart_api_server()
+
+
+@contextmanager
+def without_etcd(cluster: Cluster) -> Iterator[None]:
+    cluster.control_plane.stop_etcd()
+    try:
+        yield
+    finally:
+        cluster.control_plane.restart_etcd()
+
+
+def wait_for_stored(job: Job, step: int) -> None:
+    """Until the storage itself has that step committed, or a later one."""
+    wait_until(
+        f"step {step} is committed, by the storage",
+        lambda: max(job.commits()[1]) >= step,
+        seconds=120,
+        every_seconds=1,
+    )
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("seconds", "pace"), [(30, 0.2), (300, 1.0)], ids=["30-s", "5-min"])
+def test_api_server_stopped(job: Callable[..., Job], account: Account, seconds: int, pace: float) -> None:
+    training = job("--pace", str(pace))
+    committed = training.wait_for_commit(COMMITTED)["checkpoint"]["latestPersistedStep"]
+    with without_api_server(training.cluster):
+        with lasting(seconds):
+            wait_for_stored(training, committed + 30)
+        stored = max(training.commits()[1])
+    training.wait("the status catches up", lambda status: status["checkpoint"]["latestPersistedStep"] >= stored)
+    account.check_end(training, restarts=0, seconds=900)
+
+
+def test_api_server_stopped_and_a_rank_killed_meanwhile(job: Callable[..., Job], account: Account) -> None:
+    training = job()
+    training.wait_for_commit(COMMITTED)
+    node = training.node_of(1)
+    with without_api_server(training.cluster), lasting(30):
+        training.signal_rank_on(node, "KILL")
+    check_ledger(account.check_end(training), "RankFailed", counted=True)
+
+
+def test_etcd_restarted(job: Callable[..., Job], account: Account) -> None:
+    training = job("--pace", "0.1")
+    committed = training.wait_for_commit(COMMITTED)["checkpoint"]["latestPersistedStep"]
+    with without_etcd(training.cluster), lasting(5):
+        wait_for_stored(training, committed + 10)
+    account.check_end(training, restarts=0)
+
+
+def test_etcd_restarted_while_the_gang_is(job: Callable[..., Job], account: Account) -> None:
+    training = job()
+    training.wait_for_commit(COMMITTED)
+    training.signal_rank("KILL")
+    training.wait("the gang starts again", lambda status: "launchedTime" in (status.get("recoveries") or [{}])[-1])
+    with without_etcd(training.cluster), lasting(5):
+        pass
+    check_ledger(account.check_end(training), "RankFailed", counted=True)
