@@ -1,4 +1,4 @@
-"""What another number of ranks restores: replicated state, generators of its own, rank 0's buffers; and what it may not."""
+"""What another number of ranks restores: replicated state, generators of its own, rank 0's buffers; what it may not."""
 
 from __future__ import annotations
 

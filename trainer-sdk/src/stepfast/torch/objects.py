@@ -157,8 +157,8 @@ class ObjectSet:
     def explain_bound(self, names: Sequence[str]) -> str:
         """Why another number of ranks cannot take these objects, and what to do."""
         text = (
-            f"{', '.join(names)}: each rank's own. Before it is saved, declare what is equal on all ranks `replicated`; "
-            "give what can be divided anew a method load_rank_states; leave out what is not needed"
+            f"{', '.join(names)}: each rank's own. Declare what is equal on all ranks `replicated` before it is saved, "
+            "give what can be divided anew a method load_rank_states, leave out what is not needed"
         )
         if any(_is_sharded(self._objects[name]) for name in names):
             text += "; sharded models and optimizers (FSDP2, tensor parallel) are for stepfast.torch.dcp"
