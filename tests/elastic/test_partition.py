@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepfast.torch.elastic_pipeline.order import SampleOrder, shares
 from stepfast.torch.elastic_pipeline.partition import FROZEN_COST, balance, shortest_length
 from stepfast.torch.elastic_pipeline.shape import Shape, moves
+from stepfast.torch.order import SampleOrder, shares
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 

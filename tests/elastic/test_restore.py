@@ -252,7 +252,7 @@ def test_rules_are_shown_what_one_process_would_see() -> None:
     training = Training(model=blocks)
     network, optimizer, _ = training.make()
     squares = torch.zeros(8, dtype=torch.float64)
-    from stepfast.torch.elastic_pipeline.order import SampleOrder
+    from stepfast.torch.order import SampleOrder
 
     order = SampleOrder(samples=len(data()), batch_size=BATCH)
     for step in range(order.steps_per_epoch):

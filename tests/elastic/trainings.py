@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from stepfast.torch.elastic_pipeline import ElasticPipeline, Evidence, LateFreezing, split
-from stepfast.torch.elastic_pipeline.order import SampleOrder
+from stepfast.torch.order import SampleOrder
 
 WIDTH = 6
 SAMPLES = 44

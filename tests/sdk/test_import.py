@@ -63,6 +63,7 @@ def test_public_names_are_these() -> None:
     assert sorted(stepfast.torch.__all__) == [
         "Checkpointer",
         "CommittedStep",
+        "GlobalBatchSampler",
         "Interval",
         "Saved",
         "Settling",

@@ -3,6 +3,7 @@
 from stepfast.admission import Interval
 from stepfast.step import Tier
 from stepfast.torch.checkpoint import Checkpointer, CommittedStep, Saved, every
+from stepfast.torch.sampler import GlobalBatchSampler
 from stepfast.torch.settled import Settling
 
-__all__ = ["Checkpointer", "CommittedStep", "Interval", "Saved", "Settling", "Tier", "every"]
+__all__ = ["Checkpointer", "CommittedStep", "GlobalBatchSampler", "Interval", "Saved", "Settling", "Tier", "every"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -31,6 +31,14 @@ class Resharding(Protocol):
         """Takes in what other ranks saved: every rank calls it alike, each with some of the states, by the rank that
         saved them; all of them together are given all. Raises ValueError.
         """
+
+
+class Replicated(Protocol):
+    """An object that is equal on all ranks, and says so itself: `replicated` need not name it."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """True."""
 
 
 class Borrowing(Protocol):
@@ -62,9 +70,9 @@ class ObjectSet:
         if unknown:
             raise ValueError(f"replicated names {', '.join(unknown)}, which is not among the objects")
         self._objects = dict(objects)
-        self._declared = frozenset(replicated)
+        self._declared = frozenset({*replicated, *(name for name, item in objects.items() if _says_it_is_equal(item))})
         wrapped = [name for name, item in objects.items() if _is_equal_on_all_ranks(item)]
-        self.replicated_names = sorted({*replicated, *wrapped})
+        self.replicated_names = sorted({*self._declared, *wrapped})
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -142,6 +150,20 @@ class ObjectSet:
             held = ", ".join(sorted(name for name in names if name not in _RESERVED)) or "nothing"
             raise CheckpointMismatch(f"step {step} holds {held}, but not {', '.join(missing)}")
 
+    def bound_to_ranks(self, replicated: Collection[str]) -> list[str]:
+        """Those that another number of ranks cannot take, where `replicated` are the names that all ranks share."""
+        return sorted(set(self._objects) - {*replicated, *self.resharded_names})
+
+    def explain_bound(self, names: Sequence[str]) -> str:
+        """Why another number of ranks cannot take these objects, and what to do."""
+        text = (
+            f"{', '.join(names)}: each rank's own. Declare what is equal on all ranks `replicated` before it is saved, "
+            "give what can be divided anew a method load_rank_states, leave out what is not needed"
+        )
+        if any(_is_sharded(self._objects[name]) for name in names):
+            text += "; sharded models and optimizers (FSDP2, tensor parallel) are for stepfast.torch.dcp"
+        return f'{text} (docs/guide.md, "Another number of ranks")'
+
     def load(self, states: Mapping[str, Any], *, step: int) -> None:
         """Puts the states into the objects. Raises CheckpointMismatch when one does not take its own."""
         for name, item in self._objects.items():
@@ -167,6 +189,21 @@ def _translated(name: str, step: int, load: Callable[[Any], object], state: Any)
 
 def _reshards(item: Any) -> bool:
     return callable(getattr(item, "load_rank_states", None))
+
+
+def _says_it_is_equal(item: Any) -> bool:
+    return getattr(item, "is_replicated", False) is True
+
+
+def _is_sharded(item: Any) -> bool:
+    """Whether the module's or the optimizer's parameters are shards of larger ones."""
+    from torch.distributed.tensor import DTensor  # late: it takes a good part of torch's import
+
+    if isinstance(item, torch.optim.Optimizer):
+        parameters = [parameter for group in item.param_groups for parameter in group["params"]]
+    else:
+        parameters = list(item.parameters()) if isinstance(item, torch.nn.Module) else []
+    return any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
 def _has_state(item: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from stepfast.torch.gang import Gang
 from stepfast.torch.garbage import garbage_kept
 from stepfast.torch.objects import RNG, ObjectSet, RankStates
 from stepfast.torch.reader import StepReader, reading_threads
-from stepfast.torch.rng import set_rng_state
+from stepfast.torch.rng import set_derived_rng_state, set_rng_state
 from stepfast.torch.sources import Source
 
 log = logging.getLogger("stepfast")
@@ -151,19 +151,13 @@ class Resumer:
 
     def _prepare(self, reader: StepReader) -> None:
         source_rank = self._source_rank(reader)
-        if reader.manifest.world_size != self._environment.world_size:
-            document = reader.document(source_rank)
+        if self._is_of_others(reader):
             # What a single rank saved is equal on all ranks by nature; whether it is to be is said now.
             is_alone = reader.manifest.world_size == 1
+            document = reader.document(source_rank)
             shared = self._objects.replicated_names if is_alone else document["replicatedObjects"]
-            free = {RNG, *shared, *self._objects.resharded_names}
-            own = [name for name, _ in document["structure"][1] if name not in free]
-            if own:
-                raise CheckpointMismatch(
-                    f"step {reader.step} was saved by {reader.manifest.world_size} ranks and these are "
-                    f"{self._environment.world_size}; {', '.join(sorted(own))} is each rank's own: declare it "
-                    "replicated if it is equal on all ranks"
-                )
+            if own := self._objects.bound_to_ranks(shared):
+                raise CheckpointMismatch(f"{self._gap(reader)}; {self._objects.explain_bound(own)}")
         reader.prepare(source_rank, weights_only=self._weights_only)
 
     def _deliver(self, reader: StepReader) -> str:
@@ -178,7 +172,7 @@ class Resumer:
             self._objects.expect(names, step=reader.step)
             own = self._objects.own_states()
             root.update(reader.read(source_rank, own, weights_only=self._weights_only))
-            if reader.manifest.world_size != self._environment.world_size:
+            if self._is_of_others(reader):
                 root.update(self._states_of_ranks(reader))
 
         topic = f"delivered/{self._calls}/{reader.step}"
@@ -188,9 +182,19 @@ class Resumer:
         self.is_half_restored = True  # until every object has all of it
         rng = root.pop(RNG, None)
         self._objects.load(root, step=reader.step)
-        if rng is not None and source_rank == self._environment.rank:
-            set_rng_state(rng)
+        if rng is not None:
+            self._set_generators(reader, rng)
         return ""
+
+    def _set_generators(self, reader: StepReader, rng: Mapping[str, Any]) -> None:
+        if not self._is_of_others(reader):
+            set_rng_state(rng)
+            return
+        # What the script seeded at its start would draw the numbers of its first steps again.
+        rank, world_size = self._environment.rank, self._environment.world_size
+        set_derived_rng_state(rng, step=reader.step, rank=rank, world_size=world_size)
+        if rank == 0:
+            log.warning("stepfast: %s: their random generators are derived from that step's", self._gap(reader))
 
     def _states_of_ranks(self, reader: StepReader) -> dict[str, RankStates]:
         """Of objects that divide their state anew, this rank's share of what the ranks saved."""
@@ -205,10 +209,24 @@ class Resumer:
         return {name: RankStates(states) for name, states in found.items()}
 
     def _source_rank(self, reader: StepReader) -> int:
-        """The rank whose file is this one's: its own, where the gang that saved had one of that number."""
-        return self._environment.rank if self._environment.rank < reader.manifest.world_size else 0
+        """The rank whose file is this one's: its own; of another number of ranks, rank 0's for all, as DDP would have
+        its buffers.
+        """
+        return 0 if self._is_of_others(reader) else self._environment.rank
+
+    def _is_of_others(self, reader: StepReader) -> bool:
+        """Whether another number of ranks saved the step."""
+        return reader.manifest.world_size != self._environment.world_size
+
+    def _gap(self, reader: StepReader) -> str:
+        saved, here = reader.manifest.world_size, self._environment.world_size
+        return f"step {reader.step} was saved by {_ranks(saved)} and these are {here}"
 
     def _older(self, step: int) -> int | None:
         mine = max((s for s in self._source.steps() if s < step), default=None) if self._gang.rank == 0 else None
         text = self._gang.exchange(f"older/{self._calls}/{step}", _NOTHING if mine is None else str(mine))[0]
         return None if text == _NOTHING else int(text)
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

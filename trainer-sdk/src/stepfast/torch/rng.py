@@ -6,9 +6,10 @@ import `numpy.random`, which NumPy itself does when it is first asked for, takes
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +37,7 @@ def get_rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: Mapping[str, Any]) -> None:
     """Puts the generators where `get_rng_state` found them."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
@@ -51,6 +52,22 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
+def set_derived_rng_state(state: Mapping[str, Any], *, step: int, rank: int, world_size: int) -> None:
+    """Puts the generators to what follows from a state that another number of ranks saved; all give the same rank's.
+
+    Each rank, step and number of ranks has numbers of its own; in each attempt they are the same.
+    """
+    found = hashlib.sha256(f"{step}/{rank}/{world_size}".encode())
+    _digest(state, found)
+    digest = found.digest()  # 32 bytes: torch takes 63 bits of it, Python and NumPy take all
+    random.seed(digest)
+    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # CUDA's, too
+    if "numpy" in state or "numpy.random" in sys.modules:
+        import numpy as np
+
+        np.random.seed(np.frombuffer(digest, dtype=">u4").astype(np.uint32))
+
+
 @contextmanager
 def rng_state_kept() -> Iterator[None]:
     """What is drawn within it, nobody has drawn."""
@@ -59,3 +76,14 @@ def rng_state_kept() -> Iterator[None]:
         yield
     finally:
         set_rng_state(state)
+
+
+def _digest(state: Mapping[str, Any], found: hashlib._Hash) -> None:
+    for name, value in sorted(state.items()):
+        found.update(name.encode())
+        if isinstance(value, Mapping):
+            _digest(value, found)
+        elif isinstance(value, torch.Tensor):
+            found.update(value.cpu().numpy().tobytes())
+        else:
+            found.update(repr(value).encode())

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from stepfast.torch.elastic_pipeline.order import mixed, shares
 from stepfast.torch.elastic_pipeline.values import mapped, samples_in
+from stepfast.torch.order import mixed, shares
 from stepfast.torch.rng import get_rng_state, rng_state_kept
 
 Collate = Callable[[list[Any]], Any]

@@ -26,7 +26,6 @@ from stepfast.torch.elastic_pipeline.freezing import FreezingRule
 from stepfast.torch.elastic_pipeline.groups import Messages
 from stepfast.torch.elastic_pipeline.layers import split
 from stepfast.torch.elastic_pipeline.microbatches import MicroBatches, Schedule
-from stepfast.torch.elastic_pipeline.order import SampleOrder
 from stepfast.torch.elastic_pipeline.planning import ShapePlan
 from stepfast.torch.elastic_pipeline.replica import Loss
 from stepfast.torch.elastic_pipeline.residence import Residence
@@ -41,6 +40,7 @@ from stepfast.torch.elastic_pipeline.transfer import (
 )
 from stepfast.torch.elastic_pipeline.values import mapped
 from stepfast.torch.objects import OpenMemory
+from stepfast.torch.order import SampleOrder
 from stepfast.torch.sharedmemory import open_shared
 
 Metric = Callable[[Any, Any], torch.Tensor]  # (output, target) → the mean over the samples
