@@ -27,7 +27,7 @@ from testoperator.crds import install_crds
 __all__ = ["api_server"]
 
 BY_HAND = "STEPFAST_CLUSTER"
-TRAINER = Path(__file__).parent / "trainer.py"
+TRAINERS = [Path(__file__).parent / name for name in ("trainer.py", "elastic_trainer.py")]
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +110,8 @@ def team(release: Release, images: ProjectImages) -> Iterator[Team]:
     """A namespace that enforces the restricted Pod Security Standard, in which jobs train."""
     cluster = release.cluster
     with job_namespace(cluster, "team"):
-        cluster.kubectl("create", "configmap", "trainer", "-n", "team", f"--from-file=trainer.py={TRAINER}")
+        scripts = [f"--from-file={script}" for script in TRAINERS]
+        cluster.kubectl("create", "configmap", "trainer", "-n", "team", *scripts)
         yield Team(cluster=cluster, namespace="team", image=images.trainer, storage_uri=release.storage_uri)
 
 

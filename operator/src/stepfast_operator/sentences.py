@@ -9,6 +9,7 @@ from stepfast.sizes import size_text
 from stepfast_operator.observed import Failure
 from stepfast_operator.record import (
     Attempt,
+    Cause,
     ConditionType,
     ExcludedNode,
     LastFailure,
@@ -32,6 +33,8 @@ def describe_failure(failure: LastFailure) -> str:
     # What a launcher says ends with it most often.
     code = f", {code}" if code and not re.search(rf"\b{code}\b", failure.message) else ""
     message = f": {failure.message}" if failure.message else ""
+    if failure.reason is Cause.RESIZED:
+        return f"attempt {failure.attempt} ended: {failure.reason}{message}"
     return f"attempt {failure.attempt} failed: {failure.reason} ({who}{where}{code}){message}"
 
 
@@ -93,8 +96,8 @@ def _is_restore_told(attempt: Attempt) -> bool:
 def describe_recovery(recovery: Recovery) -> str:
     """That training goes on, what it cost."""
     lost = f", {count_text(recovery.steps_lost, 'step')} lost" if recovery.steps_lost else ", nothing lost"
-    seconds = recovery.duration_seconds or 0.0
-    return f"training goes on {seconds:.1f} s after the failure of attempt {recovery.attempt}{lost}"
+    seconds, what = recovery.duration_seconds or 0.0, "end" if recovery.cause is Cause.RESIZED else "failure"
+    return f"training goes on {seconds:.1f} s after the {what} of attempt {recovery.attempt}{lost}"
 
 
 def describe_excluded(node: ExcludedNode) -> str:

@@ -43,12 +43,13 @@ class Team:
         self,
         name: str,
         *arguments: str,
+        script: str = "trainer.py",
         nodes: int = 2,
         processes: int = 1,
         labels: Mapping[str, str] | None = None,
         **spec: Any,
     ) -> Job:
-        """Applies a TrainingJob of tests/cluster/trainer.py; `spec` is laid over its spec, `labels` are its pods'."""
+        """Applies a TrainingJob of that script of tests/cluster; `spec` is laid over its own, `labels` its pods get."""
         parts = torch_pod_parts()
         container = {
             "name": "node",
@@ -63,7 +64,7 @@ class Team:
         trainer = {
             "image": self.image,
             "command": ["torchrun"],
-            "args": ["/trainer/trainer.py", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), *arguments],
+            "args": [f"/trainer/{script}", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), *arguments],
             "env": parts["env"],
             "numNodes": nodes,
             "numProcPerNode": processes,
