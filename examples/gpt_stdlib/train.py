@@ -191,8 +191,8 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
         optimizer=optimizer,
         scheduler=scheduler,
         sampler=sampler,
-        latest=latest,  # plain values; the loss is each rank's own, what `replicated` names is equal on all
-        replicated=("optimizer", "scheduler", "sampler"),
+        latest=latest,  # plain values
+        replicated=("optimizer", "scheduler", "sampler", "latest"),  # equal on all ranks
         total_steps=args.steps,
         interval=every(steps=args.save_every),
     )
@@ -212,7 +212,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        latest["loss"] = loss.item()
+        latest["loss"] = mean_over_ranks(loss, world_size)
 
         # Stepfast: tell that this step is done; it saves when the interval says so.
         checkpointer.step(step, metrics={"loss": latest["loss"]})
@@ -240,6 +240,14 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
             "losses": {"train": latest["loss"], "held_out_bits_per_byte": bits},
         }
         write_final_state(args.final_state, rank, state)
+
+
+def mean_over_ranks(value: Tensor, world_size: int) -> float:
+    """Equal on all ranks: what each rank had of its own, no other number of ranks could go on from."""
+    mean = value.detach() / world_size
+    if world_size > 1:
+        dist.all_reduce(mean)
+    return float(mean)
 
 
 def seed_everything(seed: int) -> None:

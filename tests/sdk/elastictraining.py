@@ -1,7 +1,7 @@
 """A training with batches of one size on any number of ranks, run by test_elastic_training.py under torchrun.
 
 `elastictraining.py KIND FOLDER --last N --save STEP`: goes on from what is committed, trains to step N, saves one step
-on its way; what is behind that is lost. Each rank notes in FOLDER which samples it trained on in which step, rank 0
+on its way; what is behind that is lost. Each rank notes in FOLDER which samples it trained on in which step, and rank 0
 what the training came to.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from gangs import be_rank, run_gang
 from stepfast.errors import CheckpointError, CheckpointMismatch
 from stepfast.torch import Checkpointer
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
 
 
 def seed_everything(seed: int) -> None:
@@ -41,6 +45,14 @@ class Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+
+
+def from_guide(line: str, **given: Any) -> dict[str, Any]:
+    """The names that the guide's example with that line makes, run as it stands."""
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if line in code]
+    names = {"dist": dist, "torch": torch, "DataLoader": DataLoader, **given}
+    exec(code, names)
+    return names
 
 
 # ---------------------------------------------------------------- random generators
@@ -166,22 +178,6 @@ class Counts:
         self.seen = state["seen"]
 
 
-class Replays:
-    """Samples to be seen again, each of them on one rank."""
-
-    def __init__(self, samples: list[int]) -> None:
-        self.samples = samples
-
-    def state_dict(self) -> dict[str, list[int]]:
-        return {"samples": self.samples}
-
-    def load_state_dict(self, state: dict[str, list[int]]) -> None:
-        self.samples = state["samples"]
-
-    def load_rank_states(self, states: dict[int, dict[str, list[int]]]) -> None:
-        self.samples = [sample for state in states.values() for sample in state["samples"]]
-
-
 def sharded_module() -> nn.Module:
     model = nn.Linear(4, 4)
     fully_shard(model)
@@ -192,7 +188,7 @@ def objects_of(names: list[str]) -> dict[str, Any]:
     rank = dist.get_rank()
     made = {
         "counts": lambda: Counts(rank),
-        "replays": lambda: Replays([10 * rank, 10 * rank + 1]),
+        "replays": lambda: from_guide("class Replays")["Replays"]([10 * rank, 10 * rank + 1]),
         "latest": lambda: {"loss": float(rank)},
         "sharded": sharded_module,
         "common": lambda: {"n": 3},
@@ -246,9 +242,27 @@ def test_sharded_state_is_refused_with_who_can_divide_it_anew(tmp_path: Path) ->
     assert "stepfast.torch.dcp" in told
 
 
-@pytest.mark.parametrize("after", [1, 3], ids=str)
-def test_an_object_that_takes_other_ranks_states_is_given_each_of_them_once(after: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("after", "shares"), [(1, [[0, 1, 10, 11]]), (3, [[0, 11], [1], [10]])], ids=str)
+def test_an_object_divides_anew_what_all_ranks_saved(after: int, shares: list[list[int]], tmp_path: Path) -> None:
     run_gang(2, save_objects, tmp_path, ["common", "replays"])
     restored = run_gang(after, restore_objects, tmp_path, 2, ["common", "replays"])
-    shares = [state["replays"]["samples"] for state in restored]
-    assert sorted(sample for share in shares for sample in share) == [0, 1, 10, 11]
+    assert [state["replays"]["samples"] for state in restored] == shares
+
+
+# ---------------------------------------------------------------- the guide's loop
+
+
+def train_as_the_guide_does(folder: Path, attempt: int, epochs: int) -> tuple[int, int]:
+    be_rank(folder, "guide", attempt)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    made = from_guide(
+        "GlobalBatchSampler(", data=TensorDataset(torch.rand(70, 3), torch.rand(70, 1)), model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), mean_loss=nn.functional.mse_loss, epochs=epochs,
+    )  # fmt: skip
+    return made["step"], made["sampler"].position
+
+
+def test_the_guides_loop_runs_as_it_stands(tmp_path: Path) -> None:
+    assert run_gang(2, train_as_the_guide_does, tmp_path, 1, 1) == [(3, 3)] * 2
+    assert run_gang(3, train_as_the_guide_does, tmp_path, 2, 2) == [(6, 6)] * 3
