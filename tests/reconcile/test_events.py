@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from stepfast_operator.events import EventReason, JobEvent, events_of, events_of_refusal
@@ -66,6 +67,24 @@ def test_life_of_a_job_reads_as_a_story(make_world: MakeWorld) -> None:
         EventReason.RECOVERED: "Normal",
         EventReason.COMPLETED: "Normal",
     }
+
+
+def test_recovery_is_told_once_though_the_one_before_it_failed_at_the_same_time(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start(staged=10)
+    lost = world.now
+    for _ in range(2):
+        world.take_away(Cause.NODE_LOST)
+        world.gang.failures[0] = replace(world.gang.failures[0], time=lost)
+        world.relaunched()
+    world.join()
+    world.settle()
+    for step in (11, 12, 13):
+        world.advance(1)
+        world.make_step(step)
+        world.settle()
+    assert [recovery.failure_time for recovery in world.status.recoveries] == [lost, lost]
+    assert reasons(world).count("Recovered") == 1
 
 
 def test_spent_budget_is_named_before_the_end(make_world: MakeWorld) -> None:

@@ -195,7 +195,7 @@ def _recovered(seen: Pass) -> Iterator[JobEvent]:
     before, after = seen.before.recoveries, seen.after.recoveries
     if not after or after[-1].duration_seconds is None:
         return
-    old = next((one for one in before if one.failure_time == after[-1].failure_time), None)
+    old = next((one for one in before if one.is_same(after[-1])), None)
     if old is None or old.duration_seconds is None:
         yield _normal(EventReason.RECOVERED, sentences.describe_recovery(after[-1]))
 

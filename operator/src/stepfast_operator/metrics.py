@@ -103,7 +103,7 @@ class Metrics:
         if not after or after[-1].duration_seconds is None:
             return
         last = after[-1]
-        old = next((one for one in before if one.failure_time == last.failure_time), None)
+        old = next((one for one in before if one.is_same(last)), None)
         if old is not None and old.duration_seconds is not None:
             return
         for phase in phases_of(last):

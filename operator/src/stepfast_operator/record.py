@@ -181,6 +181,10 @@ class Recovery:
     steps_lost: int | None = None
     duration_seconds: float | None = None
 
+    def is_same(self, other: Recovery) -> bool:
+        """Whether both tell of one recovery. Several may have failed at one time: that of a node that was lost."""
+        return (self.attempt, self.in_place_restart) == (other.attempt, other.in_place_restart)
+
     def is_ended_by(self, attempt: Attempt) -> bool:
         """Whether this attempt, as it stands, is the one that the recovery leads to."""
         if self.in_place_restart is not None:

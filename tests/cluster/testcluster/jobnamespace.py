@@ -32,22 +32,32 @@ def job_namespace(client: KubernetesClient, name: str) -> Iterator[str]:
 
 def create_job_namespace(client: KubernetesClient, name: str) -> None:
     labels = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn", "audit")}
-    volume = f"{CLAIM}-{name}"
+    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+    claim_folder(client, name, CLAIM, str(site_packages()))
+
+
+def claim_folder(client: KubernetesClient, namespace: str, claim: str, path: str) -> None:
+    """A claim of that name by which the namespace's pods may mount a folder of their nodes, to read it."""
     terms = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
-    size = {"storage": "1Gi"}
+    size, volume = {"storage": "1Gi"}, f"{claim}-{namespace}"
     client.apply(
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}},
         {
             "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": volume},
             "spec": {**terms, "capacity": size, "persistentVolumeReclaimPolicy": "Retain",
-                     "claimRef": {"namespace": name, "name": CLAIM},
-                     "hostPath": {"path": str(site_packages()), "type": "Directory"}},
+                     "claimRef": {"namespace": namespace, "name": claim},
+                     "hostPath": {"path": path, "type": "Directory"}},
         },
         {
-            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": CLAIM, "namespace": name},
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": claim, "namespace": namespace},
             "spec": {**terms, "volumeName": volume, "resources": {"requests": size}},
         },
     )  # fmt: skip
+
+
+def release_folder(client: KubernetesClient, namespace: str, claim: str) -> None:
+    """The claim and its volume are gone; no pod uses them any more."""
+    client.kubectl("delete", "persistentvolumeclaim", claim, "-n", namespace, "--ignore-not-found", "--timeout=60s")
+    client.kubectl("delete", "persistentvolume", f"{claim}-{namespace}", "--ignore-not-found", "--timeout=60s")
 
 
 def torch_pod_parts() -> dict[str, Any]:

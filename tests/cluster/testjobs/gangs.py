@@ -33,12 +33,12 @@ class PodEvent:
 
 
 def pod_events(events: Iterable[dict[str, Any]], uid: str) -> Iterator[PodEvent]:
-    """What happened to the pods of that job, in that order; the same change may be told several times.
+    """What happened to the pods of that job's gangs, in that order; the same change may be told several times.
 
     A pod may run from its creation until the kubelet says that it has ended, or until its record is removed: by the
     kubelet once its containers are gone, or by force.
     """
-    found = [event for event in events if _is_of_job(event, uid)]
+    found = [event for event in events if _is_of_job(event, uid) and not _is_spare(event)]
     # By revision: the answers to two clients may come in another order than the changes that they tell of.
     for event in sorted(found, key=lambda event: int(event["responseObject"]["metadata"]["resourceVersion"])):
         pod = event["responseObject"]
@@ -68,6 +68,11 @@ def overlapping_gangs(events: Iterable[dict[str, Any]], uid: str) -> list[str]:
 def made_pods(events: Iterable[dict[str, Any]], uid: str) -> list[str]:
     """The names of all pods that were ever made for that job, in order."""
     return [event.pod for event in pod_events(events, uid) if event.change is PodChange.MADE]
+
+
+def _is_spare(event: dict[str, Any]) -> bool:
+    """Whether it is of a pod that only holds a place."""
+    return "stepfast.dev/spare" in event["responseObject"]["metadata"]["labels"]
 
 
 def _is_of_job(event: dict[str, Any], uid: str) -> bool:

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -47,25 +47,31 @@ class Team:
         nodes: int = 2,
         processes: int = 1,
         labels: Mapping[str, str] | None = None,
+        parts: Sequence[Mapping[str, Any]] = (),
         **spec: Any,
     ) -> Job:
-        """Applies a TrainingJob of that script of tests/cluster; `spec` is laid over its own, `labels` its pods get."""
-        parts = torch_pod_parts()
+        """Applies a TrainingJob of that script of tests/cluster; `spec` is laid over its own, `labels` its pods get.
+        `parts`: what its pods have beside torch's, as `torch_pod_parts` gives it.
+        """
+        torch, *more = torch_pod_parts(), *parts
+        volumes, mounts, environment = (
+            [*torch[name], *(one for part in more for one in part[name])] for name in ("volumes", "volumeMounts", "env")
+        )
         container = {
             "name": "node",
             "imagePullPolicy": "Never",
-            "volumeMounts": [*parts["volumeMounts"], {"name": "trainer", "mountPath": "/trainer"}],
+            "volumeMounts": [*mounts, {"name": "trainer", "mountPath": "/trainer"}],
         }
         template = {
             "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
             "containers": [container],
-            "volumes": [*parts["volumes"], {"name": "trainer", "configMap": {"name": "trainer"}}],
+            "volumes": [*volumes, {"name": "trainer", "configMap": {"name": "trainer"}}],
         }
         trainer = {
             "image": self.image,
             "command": ["torchrun"],
             "args": [f"/trainer/{script}", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), *arguments],
-            "env": parts["env"],
+            "env": environment,
             "numNodes": nodes,
             "numProcPerNode": processes,
             **spec.pop("trainer", {}),

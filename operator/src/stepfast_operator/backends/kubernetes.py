@@ -442,6 +442,8 @@ class KubernetesBackend:
         """Makes those that are not there."""
         processes = manifests.processes_per_node(self._job.spec)
         before = previous_nodes(self._pods(), self._told(), launch.attempt, processes)
+        # A node that does not answer is preferred by nobody: it would be lost again.
+        before = {index: node for index, node in before.items() if self._view.is_ready(node)}
         pods = [self._pod_of(launch, index, before.get(index)) for index in range(nodes)]
         policy = self._job.spec.pod_group_policy
         if policy is not None:
