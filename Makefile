@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 
-.PHONY: venv demo test test-thorough test-cluster programs images check lint bench bench-core bench-quick bench-frameworks bench-anatomy bench-elastic simulate bench-cluster bench-scale chaos chaos-cluster constraints crds protos reference clean
+.PHONY: venv demo test test-thorough test-cluster programs images check lint bench bench-core bench-quick bench-frameworks bench-anatomy bench-elastic simulate bench-cluster bench-scale chaos chaos-cluster soak constraints crds protos reference clean
 
 venv: $(READY)
 
@@ -60,7 +60,7 @@ check: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p stepfast -p stepfast_sidecar -p stepfast_operator -p testcluster -p testcrds -p testchart -p testoperator -p testjobs -p testqueues -p testscale -p benchmarks -m backendcontract -m chaospage
+	$(BIN)/mypy -p stepfast -p stepfast_sidecar -p stepfast_operator -p testcluster -p testcrds -p testchart -p testoperator -p testjobs -p testqueues -p testscale -p testsoak -p benchmarks -m backendcontract -m chaospage
 	$(BIN)/lint-imports
 
 # All that docs/performance.md says, measured again beside its peers and limits: hours. Root drops caches for cold reads.
@@ -112,6 +112,10 @@ chaos: venv
 # of them; the page keeps what earlier runs in this checkout found of the others.
 chaos-cluster: venv programs images
 	$(BIN)/python -m pytest tests/cluster/matrix --everything --chaos-page docs/chaos.md $(ROWS)
+
+# Ten jobs for two hours, a random fault a minute: no leak, no lost step; written to docs/soak.md.
+soak: venv programs images
+	$(BIN)/python -m pytest tests/cluster/soak.py --timeout 0
 
 # Makes docs/api.md out of the CRDs.
 reference: venv

@@ -32,12 +32,15 @@ class Account:
     findings: Findings | None = None
 
     def check_end(
-        self, job: Job, *, restarts: int = 1, committed: int = COMMITTED, seconds: float = SECONDS
+        self, job: Job, *, restarts: int | None = 1, committed: int = COMMITTED, seconds: float = SECONDS
     ) -> dict[str, Any]:
         """It is complete, bit for bit what it would have been, no committed step was lost, and there never were two
-        gangs. `committed`: before anything happened; `seconds`: within which it is over. Returns its status.
+        gangs. `restarts`: how many; None: one or more. `committed`: before anything happened; `seconds`: within which
+        it is over. Returns its status.
         """
         status = job.wait_for_end(seconds=seconds)
+        if restarts is None:
+            restarts = max(1, status["restarts"])
         assert (status["restarts"], status["attempt"]) == (restarts, restarts + 1), job.story()
         assert status["checkpoint"]["latestPersistedStep"] == STEPS
         assert job.digests() == self.undisturbed

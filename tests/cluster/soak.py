@@ -1,0 +1,241 @@
+"""Ten jobs for two hours, and a random fault a minute: `make soak`. Nothing may leak, and no step may be lost.
+
+Jobs follow one another as they end; each has to end bit for bit as one that nothing happened to. What the operator and
+the agents take is looked at every half minute, and what is left when all jobs are gone. The report is written into
+docs/soak.md, whatever it says.
+
+STEPFAST_SOAK_SECONDS, STEPFAST_SOAK_JOBS and STEPFAST_SOAK_SEED are how long, how many at a time, and which faults.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testcluster.firewall import cut
+from testcluster.waiting import CommandFailed, lasting, wait_until
+from testjobs.job import STEPS, Job, Team
+from testjobs.release import Release
+from testsoak.leaks import Usage, growths, held_bytes, objects_of, usages
+
+SECONDS = float(os.environ.get("STEPFAST_SOAK_SECONDS", "7200"))
+JOBS = int(os.environ.get("STEPFAST_SOAK_JOBS", "10"))
+SEED = int(os.environ.get("STEPFAST_SOAK_SEED", str(random.SystemRandom().randrange(10**6))))
+FAULT_SECONDS = 60.0
+LOOK_SECONDS = 30.0
+END_SECONDS = 1800.0  # for the last jobs
+REPORT = Path(__file__).parents[2] / "docs" / "soak.md"
+POLICY = {
+    "failurePolicy": {"maxRestarts": 1000, "maxRestartsWithoutProgress": 1000, "podDeletionGraceSeconds": 5,
+                      "backoff": {"baseSeconds": 0}},
+    "nodeExclusionPolicy": {"maxExcludedNodes": 0},
+    "progressPolicy": {"progressDeadlineSeconds": 60},
+}  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Soak:
+    """What runs and what was seen of it."""
+
+    team: Team
+    release: Release
+    azurite: Any
+    undisturbed: Mapping[int, str]
+    chance: random.Random
+    begin: float = field(default_factory=time.monotonic)
+    running: dict[str, Job] = field(default_factory=dict)
+    persisted: dict[str, int] = field(default_factory=dict)  # by job: the newest step that was seen committed
+    submitted: int = 0
+    complete: int = 0
+    restarts: int = 0
+    steps_lost: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    samples: list[Usage] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begin
+
+    # ---- jobs
+
+    def fill(self) -> None:
+        """As many jobs as are to run at a time."""
+        while len(self.running) < JOBS:
+            self.submitted += 1
+            name = f"soak-{self.submitted}"
+            self.running[name] = self.team.submit(name, "--pace", "0.5", **POLICY)
+
+    def look(self) -> None:
+        """At every job: a committed step never goes back, and one that is over ended as it should have."""
+        for name, job in list(self.running.items()):
+            try:
+                status = job.status()
+            except CommandFailed:
+                return  # no API server: at the next look
+            step = status.get("checkpoint", {}).get("latestPersistedStep", 0)
+            if step < self.persisted.get(name, 0):
+                self.violations.append(
+                    f"{name}: step {self.persisted[name]} was committed, and {step} is the newest now"
+                )
+            self.persisted[name] = max(step, self.persisted.get(name, 0))
+            if "terminalState" in status:
+                self._settle(name, job, status)
+
+    def _settle(self, name: str, job: Job, status: Mapping[str, Any]) -> None:
+        if status["terminalState"] != "Complete" or status["checkpoint"]["latestPersistedStep"] != STEPS:
+            self.violations.append(f"{name} ended as {status['terminalState']}: {job.story()[-3:]}")
+        elif job.digests() != self.undisturbed:
+            self.violations.append(f"{name} did not end bit for bit as one that nothing happened to")
+        else:
+            self.complete += 1
+        commits = job.commits()
+        for recovery in status.get("recoveries", ()):
+            newest, found = max(commits.get(recovery["attempt"], (0,))), recovery.get("resumedFromStep")
+            if found is not None and found < newest:
+                self.violations.append(f"{name}: went on from step {found}, and {newest} was committed")
+        self.restarts += status["restarts"]
+        self.steps_lost += status.get("stepsLost", 0)
+        self.team.cluster.kubectl("delete", "trainingjob", name, "-n", self.team.namespace, "--timeout=300s")
+        del self.running[name]
+
+    # ---- faults
+
+    def disturb(self) -> None:
+        """One fault. What it was meant for may have ended just then: then it was none."""
+        what: dict[str, Callable[[], None]] = {
+            "rank killed": lambda: self._to_a_gang(lambda job, attempt: job.signal_rank("KILL", attempt=attempt)),
+            "pod deleted": lambda: self._to_a_gang(lambda job, attempt: job.delete_pod(attempt=attempt)),
+            "pod evicted": lambda: self._to_a_gang(lambda job, attempt: job.evict_pod(attempt=attempt)),
+            "agent killed": lambda: self.release.kill_container(self.release.agent_pod(self._node())),
+            "operator killed": lambda: self.release.kill_container(self.release.operator_pod()),
+            "node lost": self._lose_node,
+            "API server away": self._stop_api_server,
+            "storage away": self._stop_storage,
+            "network cut to the storage": self._cut_storage,
+        }
+        name = self.chance.choice(list(what))
+        try:
+            what[name]()
+        except (CommandFailed, StopIteration, IndexError, KeyError):
+            name = f"{name}: in vain"
+        self.faults[name] += 1
+
+    def _to_a_gang(self, disturb: Callable[[Job, int], None]) -> None:
+        """To one that trains, in its present attempt."""
+        seen = [(job, job.status()) for job in self.running.values()]
+        job, status = self.chance.choice([one for one in seen if one[1].get("state") == "Running"])
+        disturb(job, status["attempt"])
+
+    def _node(self) -> str:
+        """But for the first: its agent is to live long enough to be seen to leak."""
+        return self.chance.choice([name for name in sorted(self.release.cluster.nodes) if name != "node-1"])
+
+    def _lose_node(self) -> None:
+        node = self.release.cluster.nodes[self._node()]
+        with lasting(30):
+            node.kill()
+        node.start()
+        wait_until(f"{node.name} is back", node.is_ready, seconds=180)
+
+    def _stop_api_server(self) -> None:
+        plane = self.release.cluster.control_plane
+        with lasting(10):
+            plane.stop_api_server()
+        plane.restart_api_server()
+
+    def _stop_storage(self) -> None:
+        with self.azurite.unanswering(), lasting(20):
+            pass
+
+    def _cut_storage(self) -> None:
+        node = self.release.cluster.nodes[self._node()]
+        with cut(node, self.azurite.host, port=self.azurite.port), lasting(20):
+            pass
+
+    # ---- the end
+
+    def check_what_is_left(self, before: Mapping[str, int]) -> None:
+        """When all jobs are gone, nothing of them is left, on no node and in no namespace."""
+
+        def are_slots_free() -> bool:
+            return not any(held_bytes(self.release).values())
+
+        try:
+            wait_until("no agent holds anything", are_slots_free, seconds=300, every_seconds=2)
+        except TimeoutError:
+            self.violations.append(f"agents hold memory for jobs that are gone: {held_bytes(self.release)}")
+        for kind, number in objects_of(self.release, self.team.namespace).items():
+            if kind != "Event" and number > before.get(kind, 0):
+                self.violations.append(f"{number - before.get(kind, 0)} objects are left: {kind}")
+        self.violations += growths(self.samples)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("storage_access")
+def test_soak(
+    team: Team, release: Release, third_node: str, cluster_azurite: Any, undisturbed: Mapping[int, str]
+) -> None:
+    chance = random.Random(SEED)
+    soak = Soak(team=team, release=release, azurite=cluster_azurite, undisturbed=undisturbed, chance=chance)
+    team.cluster.kubectl("delete", "trainingjob", "undisturbed", "-n", team.namespace, "--timeout=120s")
+    before = objects_of(release, team.namespace)
+    faults_due, looks_due = FAULT_SECONDS, 0.0
+    with ExitStack() as report:
+        report.callback(lambda: REPORT.write_text(describe(soak)))
+        while soak.running or soak.seconds < SECONDS:
+            if soak.seconds < SECONDS:
+                soak.fill()
+            if soak.seconds > SECONDS + END_SECONDS:
+                soak.violations.append(f"not over {END_SECONDS:.0f} s after the last fault: {', '.join(soak.running)}")
+                break
+            soak.look()
+            if soak.seconds >= looks_due:
+                looks_due += LOOK_SECONDS
+                soak.samples += usages(release)
+            if faults_due <= soak.seconds < SECONDS:
+                faults_due += FAULT_SECONDS
+                soak.disturb()
+            threading.Event().wait(1.0)
+        soak.check_what_is_left(before)
+    assert soak.violations == []
+
+
+def describe(soak: Soak) -> str:
+    """The page."""
+    faults = [f"| {name} | {number} |" for name, number in sorted(soak.faults.items())]
+    last: dict[str, Usage] = {sample.component: sample for sample in soak.samples}
+    first: dict[str, Usage] = {sample.component: sample for sample in reversed(soak.samples)}
+    taken = [
+        f"| {name} | {first[name].memory_bytes >> 20} → {one.memory_bytes >> 20} | {first[name].files} → {one.files} "
+        f"| {first[name].sockets} → {one.sockets} |"
+        for name, one in sorted(last.items())
+    ]
+    verdict = [f"- {violation}" for violation in soak.violations] or ["None."]
+    minutes = min(soak.seconds, SECONDS) / 60
+    return "\n".join([
+        "# Soak", "",
+        f"`make soak`, {datetime.now(UTC).date()}, seed {SEED}: {JOBS} jobs of two pods at a time for {minutes:.0f} minutes,",
+        f"on three nodes of one machine with {os.cpu_count()} processors, and a fault a minute. {soak.submitted} jobs were",
+        f"submitted, {soak.complete} ended bit for bit as one that nothing happened to; their gangs were restarted",
+        f"{soak.restarts} times, and made {soak.steps_lost} of {STEPS * soak.complete} steps twice.", "",
+        "## Violations", "",
+        "A committed step that is gone; another end than that of an undisturbed job; memory, files or sockets of the",
+        "operator or of an agent that grow; slots or objects that are left when their jobs are gone.", "",
+        *verdict, "",
+        "## Faults", "", "| fault | times |", "|---|---|", *faults, "",
+        "## What they took, first and last", "",
+        "A container that was killed meanwhile began anew.", "",
+        "| container | memory, MiB | files | sockets |", "|---|---|---|---|", *taken, "",
+    ])  # fmt: skip
