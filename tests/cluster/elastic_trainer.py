@@ -31,14 +31,17 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.05, help="seconds to sleep in each step")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_default_dtype(
+        torch.float64
+    )  # what differs in the end is a mistake then, and not what rounding makes of it
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    data = list(torch.randn(SAMPLES, WIDTH).unbind())
+    data = list(zip(range(SAMPLES), torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, 1), strict=True))
     sampler = GlobalBatchSampler(SAMPLES, BATCH_SIZE, seed=1)
-    loader = DataLoader(list(enumerate(data)), batch_sampler=sampler, num_workers=1, persistent_workers=True)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=1, persistent_workers=True)
     trained = {"times": torch.zeros(SAMPLES, dtype=torch.int64)}  # how often on each sample
     checkpointer = Checkpointer(
         model=model, optimizer=optimizer, sampler=sampler, trained=trained, replicated=["optimizer", "trained"],
@@ -48,8 +51,8 @@ def main() -> None:
     print(f"rank {rank} of {dist.get_world_size()} starts after step {start}", flush=True)
     step = start
     while step < options.steps:
-        for numbers, inputs in loader:
-            loss = model(inputs).square().mean() * sampler.weight
+        for numbers, inputs, wanted in loader:
+            loss = (model(inputs) - wanted).square().mean() * sampler.weight
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

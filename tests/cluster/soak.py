@@ -226,10 +226,10 @@ def describe(soak: Soak) -> str:
     minutes = min(soak.seconds, SECONDS) / 60
     return "\n".join([
         "# Soak", "",
-        f"`make soak`, {datetime.now(UTC).date()}, seed {SEED}: {JOBS} jobs of two pods at a time for {minutes:.0f} minutes,",
-        f"on three nodes of one machine with {os.cpu_count()} processors, and a fault a minute. {soak.submitted} jobs were",
-        f"submitted, {soak.complete} ended bit for bit as one that nothing happened to; their gangs were restarted",
-        f"{soak.restarts} times, and made {soak.steps_lost} of {STEPS * soak.complete} steps twice.", "",
+        f"`make soak`, {datetime.now(UTC).date()}, seed {SEED}: {JOBS} jobs of two pods at a time, {minutes:.0f} minutes,",
+        f"three nodes of one machine with {os.cpu_count()} processors, a fault a minute.", "",
+        f"{soak.submitted} jobs were submitted, {soak.complete} ended bit for bit as one that nothing happened to. Their",
+        f"gangs were restarted {soak.restarts} times, and made {soak.steps_lost} of {STEPS * soak.complete} steps twice.", "",
         "## Violations", "",
         "A committed step that is gone; another end than that of an undisturbed job; memory, files or sockets of the",
         "operator or of an agent that grow; slots or objects that are left when their jobs are gone.", "",
