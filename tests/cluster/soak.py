@@ -226,10 +226,11 @@ def describe(soak: Soak) -> str:
     minutes = min(soak.seconds, SECONDS) / 60
     return "\n".join([
         "# Soak", "",
-        f"`make soak`, {datetime.now(UTC).date()}, seed {SEED}: {JOBS} jobs of two pods at a time, {minutes:.0f} minutes,",
-        f"three nodes of one machine with {os.cpu_count()} processors, a fault a minute.", "",
-        f"{soak.submitted} jobs were submitted, {soak.complete} ended bit for bit as one that nothing happened to. Their",
-        f"gangs were restarted {soak.restarts} times, and made {soak.steps_lost} of {STEPS * soak.complete} steps twice.", "",
+        f"`make soak`, {datetime.now(UTC).date()}, seed {SEED}: {JOBS} jobs of two pods at a time,",
+        f"{minutes:.0f} minutes, three nodes of one machine with {os.cpu_count()} processors, a fault a minute.", "",
+        f"{soak.submitted} jobs were submitted, {soak.complete} ended bit for bit as one that nothing happened to.",
+        f"Their gangs were restarted {soak.restarts} times; {soak.steps_lost} of {STEPS * soak.complete} steps were made",
+        "twice.", "",
         "## Violations", "",
         "A committed step that is gone; another end than that of an undisturbed job; memory, files or sockets of the",
         "operator or of an agent that grow; slots or objects that are left when their jobs are gone.", "",
