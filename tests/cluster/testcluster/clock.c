@@ -1,7 +1,11 @@
 /* A library to preload: the real-time clock as a process reads it is off by as many seconds as a file says, which is
-   looked at once a second. The monotonic clock is true, as it is when somebody sets a machine's clock. */
+   looked at once a second. The monotonic clock is true, as it is when somebody sets a machine's clock. Who waits until a
+   time of that clock waits by it, too: the kernel, which knows of nothing, gets its own time. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <semaphore.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -45,4 +49,34 @@ time_t time(time_t *seconds) {
   clock_gettime(CLOCK_REALTIME_COARSE, &now);
   if (seconds) *seconds = now.tv_sec;
   return now.tv_sec;
+}
+
+/* The same moment by the kernel's clock. A time by the monotonic one, which counts from the machine's start, stays. */
+static struct timespec by_kernel(const struct timespec *until) {
+  struct timespec found = *until;
+  if (found.tv_sec > 1000000000) found.tv_sec -= ahead();
+  return found;
+}
+
+int pthread_cond_timedwait(pthread_cond_t *restrict condition, pthread_mutex_t *restrict mutex,
+                           const struct timespec *restrict until) {
+  static int (*next)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+  /* Not the oldest of that name, whose conditions are laid out otherwise. */
+  if (!next) next = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
+  struct timespec time = by_kernel(until);
+  return next(condition, mutex, &time);
+}
+
+int pthread_mutex_timedlock(pthread_mutex_t *restrict mutex, const struct timespec *restrict until) {
+  static int (*next)(pthread_mutex_t *, const struct timespec *);
+  if (!next) next = dlsym(RTLD_NEXT, "pthread_mutex_timedlock");
+  struct timespec time = by_kernel(until);
+  return next(mutex, &time);
+}
+
+int sem_timedwait(sem_t *restrict semaphore, const struct timespec *restrict until) {
+  static int (*next)(sem_t *, const struct timespec *);
+  if (!next) next = dlsym(RTLD_NEXT, "sem_timedwait");
+  struct timespec time = by_kernel(until);
+  return next(semaphore, &time);
 }
