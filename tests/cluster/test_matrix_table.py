@@ -10,7 +10,13 @@ import pytest
 from testjobs.matrix import Findings, Result, append_result, describe, read_results, titles_of
 
 KILLED, LOST, RETIRED = "test_pods.py::test_rank_killed", "test_nodes.py::test_node_lost", "test_pods.py::test_gone"
-RECOVERY = {"restoredTier": "Memory", "durationSeconds": 12.34}
+RECOVERY = {
+    "restoredTier": "Memory", "failureTime": "2026-01-01T00:00:00Z", "resumedTime": "2026-01-01T00:00:12.340Z",
+}  # fmt: skip
+LONGER = {
+    "restoredTier": "Persistent", "failureTime": "2026-01-01T00:01:00Z", "resumedTime": "2026-01-01T00:01:20Z",
+}  # fmt: skip
+IN_VAIN = {"failureTime": "2026-01-01T00:00:50Z"}
 STATUS: dict[str, Any] = {
     "restarts": 1, "stepsLost": 3, "trainedSeconds": 40.0, "productiveSeconds": 39.5, "recoveries": [RECOVERY],
 }  # fmt: skip
@@ -38,10 +44,15 @@ def result(status: dict[str, Any] | None = None, violation: str = "", **options:
             {
                 **STATUS,
                 "restarts": 2,
-                "recoveries": [RECOVERY, {"restoredTier": "Persistent", "durationSeconds": 20.0}],
+                "recoveries": [RECOVERY, LONGER],
             },
             ["2", "3 steps, 0.5 s", "20.0", "Memory, Persistent"],
             id="restarted twice",
+        ),
+        pytest.param(
+            {**STATUS, "restarts": 3, "recoveries": [RECOVERY, IN_VAIN, LONGER]},
+            ["3", "3 steps, 0.5 s", "30.0", "Memory, Persistent"],
+            id="an attempt in between made no step",
         ),
     ],
 )

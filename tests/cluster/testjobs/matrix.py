@@ -6,7 +6,7 @@ Seconds and steps are the job's own, from its status.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,15 +41,24 @@ class Findings:
     def of(cls, status: Mapping[str, Any], *, agreement: str = BIT_EXACT) -> Findings:
         """From the status of a job that is over."""
         recoveries = status.get("recoveries", ())
-        seconds = [recovery["durationSeconds"] for recovery in recoveries if "durationSeconds" in recovery]
         return cls(
             agreement=agreement,
             restarts=status["restarts"],
             steps_lost=status.get("stepsLost", 0),
             seconds_lost=status.get("trainedSeconds", 0.0) - status.get("productiveSeconds", 0.0),
-            recovery_seconds=max(seconds, default=None),
-            tiers=tuple(dict.fromkeys(recovery["restoredTier"] for recovery in recoveries)),
+            recovery_seconds=max(_recovery_seconds(recoveries), default=None),
+            tiers=tuple(dict.fromkeys(one["restoredTier"] for one in recoveries if "restoredTier" in one)),
         )
+
+
+def _recovery_seconds(recoveries: Iterable[Mapping[str, Any]]) -> Iterator[float]:
+    """From each failure to the next new step: an attempt that ended before it made one was a part of the recovery."""
+    failed = None
+    for recovery in recoveries:
+        failed = failed or datetime.fromisoformat(recovery["failureTime"])
+        if "resumedTime" in recovery:
+            yield (datetime.fromisoformat(recovery["resumedTime"]) - failed).total_seconds()
+            failed = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
