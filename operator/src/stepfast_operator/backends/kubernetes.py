@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, replace
 
 from stepfast.errors import SpecError
 from stepfast.kube import AlreadyExists, InvalidObject, Kube, KubeError, KubeUnavailable, PatchKind
-from stepfast.nodestatus import EvictionNotice, JobStatus
-from stepfast.step import split_run
 from stepfast.storage.base import Store
 from stepfast_operator import labels, manifests, podgroups
 from stepfast_operator.actions import LaunchGang, StopMode
@@ -29,32 +27,24 @@ from stepfast_operator.backends.jobstorage import JobStorage
 from stepfast_operator.backends.podgroups import PodGroups
 from stepfast_operator.backends.requests import Ask, Request, Requests, is_awaited
 from stepfast_operator.backends.rings import Rings
+from stepfast_operator.backends.sight import Launched, Sight
 from stepfast_operator.backends.spares import Spares
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.document import JSON, decode, encode
 from stepfast_operator.lease import Lease
 from stepfast_operator.manifests import Owner
-from stepfast_operator.names import is_run_of
 from stepfast_operator.observed import (
-    AgentState,
-    Candidate,
     Committed,
-    Gang,
     Intent,
     Observed,
-    Room,
-    Worker,
     dead_ranks_of,
 )
-from stepfast_operator.placement import placement_of
 from stepfast_operator.podview import PodView
-from stepfast_operator.policies import elastic, exclusion, memory
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
 from stepfast_operator.rings import ring_of
-from stepfast_operator.room import room_of
 from stepfast_operator.turns import Turn, Turns
-from stepfast_operator.workers import had_ranks, previous_nodes, workers_of
+from stepfast_operator.workers import had_ranks, previous_nodes
 from stepfast_operator.writepace import WritePace
 
 _KILL_GRACE_SECONDS = 1  # the least that still waits for the kubelet's word; none at all would only delete the record
@@ -65,16 +55,6 @@ _DEAD_RANK_PATIENCE_SECONDS = 8.0
 
 class NameTaken(KubeError):
     """An object of the gang's name is there, and is another's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    """The annotation `stepfast.dev/launched`: which run's pods were begun to be made, and whether all were."""
-
-    run: str
-    launched_time: float
-    nodes: int
-    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,22 +94,23 @@ class KubernetesBackend:
         """The TrainingJob as it is now."""
         self._job = job
         self._owner = Owner(job=job.job, uid=job.uid)
+        self._sight = Sight(self._view, job)
 
     @property
     def is_alive(self) -> bool:
         """Whether any pod of the job may still run, or holds a place in a queue."""
-        pods = self._pods()
+        pods = self._sight.pods()
         held = podgroups.held_groups(pods).values()
         return any(pod.is_alive for pod in pods) or not all(podgroups.is_group_left(members) for members in held)
 
     async def observe(self, status: Status) -> Observed:
         now = self._cluster.clock()
         self._noted = status.checkpoint
-        pods = self._pods()
-        told = [(node, job) for node, job in self._told() if self._view.is_ready(node)]
-        current = status.current
-        living = self._living_nodes(current.run) if current is not None else []
-        gang = self._gang(current, pods, now)
+        pods = self._sight.pods()
+        told = [(node, job) for node, job in self._sight.told() if self._view.is_ready(node)]
+        current, launched = status.current, self._launched()
+        living = self._sight.living_nodes(current.run) if current is not None else []
+        gang = self._sight.gang(current, launched, pods, now)
         dead = [rank for node, job in told for rank in dead_ranks_of(node, [job])]
         return Observed(
             now=now,
@@ -139,8 +120,8 @@ class KubernetesBackend:
             status=status,
             intent=self._intent(),
             gang=gang,
-            live_runs=self._live_runs(status, pods),
-            agent=self._agents(living),
+            live_runs=self._sight.live_runs(status, launched, pods),
+            agent=self._sight.agent_state(living),
             reports=[job for _, job in told],
             awaited_agents=self._awaited(current, living),
             dead_ranks=[rank for rank in dead if now - rank.ended_time >= _DEAD_RANK_PATIENCE_SECONDS],
@@ -150,8 +131,8 @@ class KubernetesBackend:
             storage_uri=self._job_storage().job_uri,
             generation=self._job.generation,
             anatomy=self._job.manifest.anatomy,
-            room=self._room(status, gang),
-            nodes=self._candidates(status, gang),
+            room=self._sight.room(status, gang),
+            nodes=self._sight.candidates(status, gang),
             spares=self._spares.view(self._owner),
             queue=await self._groups.view(self._owner, self._job.spec.pod_group_policy, status.attempt, pods, now),
         )
@@ -180,9 +161,9 @@ class KubernetesBackend:
             await self._note(launched)
         if launched.is_whole:
             return
-        others = {pod.run for pod in self._pods() if pod.is_alive} - {launch.run}
+        others = {pod.run for pod in self._sight.pods() if pod.is_alive} - {launch.run}
         await self.stop(sorted(others), StopMode.KILL)
-        if any(pod.is_alive and pod.run in others for pod in self._pods()):
+        if any(pod.is_alive and pod.run in others for pod in self._sight.pods()):
             raise KubeUnavailable(f"pods of {', '.join(sorted(others))} have not ended yet: none is made beside them")
         await self._make_service()
         # An operator may be lost between the last pod and the note: what is missing by now was there.
@@ -199,7 +180,7 @@ class KubernetesBackend:
         wanted = frozenset(runs)
         grace = _KILL_GRACE_SECONDS if mode is StopMode.KILL else None
         deadline = time.monotonic() + (_GONE_SECONDS if mode is StopMode.KILL else 0.0)
-        while living := [pod for pod in self._pods() if pod.run in wanted and pod.is_alive]:
+        while living := [pod for pod in self._sight.pods() if pod.run in wanted and pod.is_alive]:
             self.changed.clear()
             self._lease.check()
             await self._cluster.turns.each(lambda pod: self._end(pod, grace), living)
@@ -224,7 +205,7 @@ class KubernetesBackend:
         await self._spares.set(self._owner, self._job.spec, count, avoided_nodes)
 
     async def leave_queue(self, attempt: int) -> None:
-        await self._groups.leave(self._owner, self._job.spec.pod_group_policy, attempt, self._pods())
+        await self._groups.leave(self._owner, self._job.spec.pod_group_policy, attempt, self._sight.pods())
 
     async def tell_rings(self, *, is_over: bool) -> None:
         """Has the agents of the gang's nodes know each other, once all pods have nodes, if its steps are mirrored.
@@ -234,7 +215,7 @@ class KubernetesBackend:
         launched = self._launched()
         if not self._job.spec.checkpoint.memory.mirrors or launched is None:
             return
-        pods = [pod for pod in self._pods() if pod.run == launched.run and pod.is_alive]
+        pods = [pod for pod in self._sight.pods() if pod.run == launched.run and pod.is_alive]
         nodes = {pod.index: pod.node for pod in pods if pod.node is not None}
         if not is_over and len(nodes) < launched.nodes:
             return
@@ -271,35 +252,6 @@ class KubernetesBackend:
 
     # ------------------------------------------------------------ observing
 
-    def _pods(self) -> list[PodView]:
-        return self._view.pods_of(self._job.job, self._job.uid)
-
-    def _room(self, status: Status, gang: Gang | None) -> Room:
-        """Where nothing is compared with it, no walk over thousands of nodes."""
-        if self._job.manifest.anatomy is None or not memory.is_due(status, gang):
-            return Room()
-        size = status.open_attempt.nodes if status.open_attempt is not None else None
-        return room_of(self._job.spec, self._view.nodes.values(), self._view.reports.get, size=size)
-
-    def _candidates(self, status: Status, gang: Gang | None) -> Sequence[Candidate] | None:
-        """The nodes that the next gang may run on; where nothing depends on them, no walk over thousands of nodes."""
-        is_running = status.open_attempt is not None and gang is not None
-        is_running = is_running and not elastic.may_grow(self._job.spec, status)
-        policy = self._job.spec.failure_policy
-        is_asked = bool(self._view.leaving) or exclusion.is_asked(status, policy)
-        if is_running or status.is_terminal or not is_asked:
-            return None
-        placement, wanted = placement_of(self._job.spec), exclusion.wanted_conditions(policy)
-        return [
-            Candidate(
-                name=node.name,
-                conditions=node.conditions_in(wanted),
-                is_leaving=node.name in self._view.leaving,
-            )
-            for node in self._view.nodes.values()
-            if node.not_ready_time is None and placement.admits(node)
-        ]
-
     def _intent(self) -> Intent:
         # A job that is deleted gets its last checkpoint, as one that is suspended does.
         return Intent.SUSPEND if self._job.spec.suspend or self._job.is_deleted else Intent.RUN
@@ -314,71 +266,6 @@ class KubernetesBackend:
             return decode(Launched, json.loads(self._job.launched), labels.LAUNCHED)
         except (ValueError, SpecError):
             return None
-
-    def _gang(self, current: Attempt | None, pods: Sequence[PodView], now: float) -> Gang | None:
-        launched = self._launched()
-        if current is None or launched is None or launched.run != current.run or not launched.is_whole:
-            return None
-        return Gang(
-            run=current.run, launched_time=launched.launched_time, workers=self._workers(current, launched, pods, now)
-        )
-
-    def _workers(self, current: Attempt, launched: Launched, pods: Sequence[PodView], now: float) -> Sequence[Worker]:
-        ours = [self._dated(pod) for pod in pods if pod.run == current.run]
-        workers = workers_of(
-            ours,
-            launched.nodes,
-            self._view.node,
-            now=now,
-            is_stopping=current.stopping_time is not None,
-            wanted_conditions=exclusion.wanted_conditions(self._job.spec.failure_policy),
-        )
-        leaving = self._view.leaving  # most often none: each look at a gang of thousands comes through here
-        if not leaving:
-            return workers
-        return [
-            replace(worker, notice=self._notice_of(worker.node)) if worker.node in leaving else worker
-            for worker in workers
-        ]
-
-    def _dated(self, pod: PodView) -> PodView:
-        ahead = self._view.clock_ahead_seconds(pod.node)
-        return replace(pod, clock_ahead_seconds=ahead) if ahead else pod
-
-    def _notice_of(self, node: str) -> EvictionNotice | None:
-        report = self._view.reports.get(node)
-        return report.notice if report is not None else None
-
-    def _live_runs(self, status: Status, pods: Sequence[PodView]) -> frozenset[str]:
-        launched, attempt = self._launched(), status.open_attempt
-        is_made = launched is None or launched.is_whole or attempt is None or launched.run != attempt.run
-        half_made = None if is_made or launched is None else launched.run
-        # Pods of a gang that is still being made belong to the launch, which goes on: they are no stray ones. An
-        # attempt that was ended before its launch was over has nobody else who would end them.
-        return frozenset(pod.run for pod in pods if pod.is_alive and pod.run != half_made)
-
-    def _told(self) -> list[tuple[str, JobStatus]]:
-        """What the agents say of this job's runs, by node; not of another job that had its name before."""
-        job, reports = self._job, self._view.reports_of(self._job.job)
-        told = [(report.node, status) for report in reports for status in report.jobs]
-        return [(node, status) for node, status in told if status.job == job.job and is_run_of(status.run, job.uid)]
-
-    def _holders(self, run: str) -> set[str]:
-        """The nodes whose agents tell of the run, however often it was restarted in place."""
-        return {node for node, status in self._told() if split_run(status.run)[0] == run}
-
-    def _agents(self, living: Sequence[str]) -> AgentState:
-        """STARTING while a node that holds the run, and that lives, has no agent that serves.
-
-        What a node says of earlier runs does not count: their time to be flushed is over, and an agent that is gone for
-        good never takes its words back.
-        """
-        return AgentState.READY if all(map(self._view.has_ready_agent, living)) else AgentState.STARTING
-
-    def _living_nodes(self, run: str) -> list[str]:
-        """Those that hold something of the run, or run its pods."""
-        pods = {pod.node for pod in self._pods() if pod.run == run and pod.node is not None}
-        return sorted(node for node in self._holders(run) | pods if self._view.is_ready(node))
 
     def _awaited(self, current: Attempt | None, living: Sequence[str]) -> tuple[str, ...]:
         """Also those whose reports do not tell of the job yet: they may hold what nobody knows of."""
@@ -408,7 +295,7 @@ class KubernetesBackend:
         """The newest step that any agent knows of, or that the status does, which outlives agents: the storage itself
         only the job's own credentials open.
         """
-        told = [job for _, job in self._told()]
+        told = [job for _, job in self._sight.told()]
         known = [(job.latest_persisted_step, job.latest_persisted_bytes, job.latest_persisted_time) for job in told]
         known.append((self._noted.latest_persisted_step, self._noted.size_bytes, self._noted.latest_persisted_time))
         step, size, time = max(known, key=lambda one: one[0] or 0)
@@ -436,18 +323,18 @@ class KubernetesBackend:
 
     def _has_begun(self, run: str) -> bool:
         """Whether any rank of the run is known to have been there: none is until all pods have met."""
-        return bool(self._holders(run)) or had_ranks(pod for pod in self._pods() if pod.run == run)
+        return bool(self._sight.holders(run)) or had_ranks(pod for pod in self._sight.pods() if pod.run == run)
 
     async def _make_pods(self, launch: LaunchGang, nodes: int) -> None:
         """Makes those that are not there."""
         processes = manifests.processes_per_node(self._job.spec)
-        before = previous_nodes(self._pods(), self._told(), launch.attempt, processes)
+        before = previous_nodes(self._sight.pods(), self._sight.told(), launch.attempt, processes)
         # A node that does not answer is preferred by nobody: it would be lost again.
         before = {index: node for index, node in before.items() if self._view.is_ready(node)}
         pods = [self._pod_of(launch, index, before.get(index)) for index in range(nodes)]
         policy = self._job.spec.pod_group_policy
         if policy is not None:
-            pods = await self._groups.enter(self._owner, policy, launch.attempt, pods, self._pods())
+            pods = await self._groups.enter(self._owner, policy, launch.attempt, pods, self._sight.pods())
         await self._cluster.turns.each(lambda pod: self._make_pod(launch, pod), pods)
 
     def _pod_of(self, launch: LaunchGang, index: int, node: str | None) -> JSON:
@@ -463,7 +350,7 @@ class KubernetesBackend:
             made = await self._kube.get(f"{path}/{pod['metadata']['name']}")
             self._check_ours(made)
         except InvalidObject as error:
-            if launch.attempt > 1 or self._pods():
+            if launch.attempt > 1 or self._sight.pods():
                 raise  # such pods were taken before: what refuses them now may change again
             raise SpecError("spec", f"the API server refuses the pods that follow from it: {error}") from error
         self._view.take_pod(made)
@@ -495,7 +382,7 @@ class KubernetesBackend:
 
     async def _clear(self, attempt: int) -> None:
         """Removes the pods of attempts before the last one, whose logs nobody is going to look at."""
-        old = [pod for pod in self._pods() if pod.attempt < attempt - 1]
+        old = [pod for pod in self._sight.pods() if pod.attempt < attempt - 1]
         await self._cluster.turns.each(
             lambda pod: self._kube.delete(f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", uid=pod.uid), old
         )
@@ -506,7 +393,7 @@ class KubernetesBackend:
         """Asks the agents of all living nodes that hold something of the run, or run its pods."""
         self._lease.check()
         request = Request(job=self._job.job, run=run, ask=ask)
-        self._asked = await self._cluster.requests.ask(self._living_nodes(run), request)
+        self._asked = await self._cluster.requests.ask(self._sight.living_nodes(run), request)
 
 
 def check_storage(cluster: Cluster, job: ClusterJob) -> None:
