@@ -36,6 +36,7 @@ FINE = {
     "Completed",
     "Failed",
     "Admitted",
+    "ScalingUp",
 }
 
 
