@@ -99,14 +99,18 @@ class ClusterView:
 
         Those of its own namespace: whoever may make pods elsewhere may write this job's uid on them.
         """
-        return [pod for pod in self._all_pods_of(job, uid) if not pod.is_spare]
+        return self._chosen_pods(job, uid, are_spares=False)
 
     def spares_of(self, job: JobKey, uid: str) -> list[PodView]:
         """The pods that hold places for the job's gang, by number."""
-        return [pod for pod in self._all_pods_of(job, uid) if pod.is_spare]
+        return self._chosen_pods(job, uid, are_spares=True)
 
-    def _all_pods_of(self, job: JobKey, uid: str) -> list[PodView]:
-        pods = (pod for pod in self._pods_by_job.get(uid, {}).values() if pod.namespace == job.namespace)
+    def _chosen_pods(self, job: JobKey, uid: str, *, are_spares: bool) -> list[PodView]:
+        pods = (
+            pod
+            for pod in self._pods_by_job.get(uid, {}).values()
+            if pod.is_spare == are_spares and pod.namespace == job.namespace
+        )
         return sorted(pods, key=lambda pod: (pod.attempt, pod.index))
 
     def take_pod(self, document: JSON) -> None:

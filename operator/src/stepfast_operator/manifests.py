@@ -120,7 +120,7 @@ def pod_of(
 ) -> JSON:
     """The pod of that node index. `preferred_node` is where its predecessor ran: its slots are there."""
     template: dict[str, JSON] = copy.deepcopy(dict(spec.template.spec))
-    job, metadata = owner.job, spec.template.metadata
+    job = owner.job
     others = _without(template.get("containers") or (), labels.CONTAINER)
     variables = environment(owner, spec, launch, index, storage_uri=storage_uri)
     pod: dict[str, JSON] = {
@@ -135,34 +135,40 @@ def pod_of(
         "volumes": [*_without(template.get("volumes") or (), _VOLUME), _volume(spec, job, launch.run)],
         "affinity": _affinity(template.get("affinity") or {}, owner, preferred_node, launch.avoided_nodes),
     }
+    marks = {labels.ATTEMPT: str(launch.attempt), labels.NODE_INDEX: str(index)}
+    name = labels.pod_name(job.name, launch.attempt, index)
+    return _pod_document(owner, spec, name, pod, marks=marks, notes={labels.RUN: launch.run})
+
+
+def _pod_document(
+    owner: Owner, spec: TrainingSpec, name: str, pod: JSON, *, marks: Mapping[str, str], notes: Mapping[str, str]
+) -> JSON:
+    """A pod of the job with that spec; `marks` are labels and `notes` annotations beside those of all its pods."""
+    job, metadata = owner.job, spec.template.metadata
     tolerations = tolerations_of(spec)
-    if tolerations:
-        pod["tolerations"] = tolerations
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": labels.pod_name(job.name, launch.attempt, index),
+            "name": name,
             "namespace": job.namespace,
             "labels": {
                 **metadata.labels,
                 labels.JOB: job.name,
                 labels.JOB_UID: owner.uid,
-                labels.ATTEMPT: str(launch.attempt),
-                labels.NODE_INDEX: str(index),
+                **marks,
                 labels.MANAGED_BY: labels.OPERATOR,
             },
-            "annotations": {**metadata.annotations, labels.RUN: launch.run},
+            "annotations": {**metadata.annotations, **notes},
             "ownerReferences": [owner.reference()],
         },
-        "spec": pod,
+        "spec": {**pod, "tolerations": tolerations} if tolerations else pod,
     }
 
 
 def spare_of(owner: Owner, spec: TrainingSpec, number: int, avoided_nodes: Sequence[str]) -> JSON:
     """A pod that wants the place of one more of the gang's, and does nothing there."""
     template: dict[str, JSON] = copy.deepcopy(dict(spec.template.spec))
-    job, metadata = owner.job, spec.template.metadata
     others = _without(template.get("containers") or (), labels.CONTAINER)
     pod: dict[str, JSON] = {
         **template,
@@ -175,27 +181,8 @@ def spare_of(owner: Owner, spec: TrainingSpec, number: int, avoided_nodes: Seque
         "affinity": _affinity(template.get("affinity") or {}, owner, None, avoided_nodes),
     }
     pod.pop("initContainers", None)
-    tolerations = tolerations_of(spec)
-    if tolerations:
-        pod["tolerations"] = tolerations
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": labels.spare_name(job.name, number),
-            "namespace": job.namespace,
-            "labels": {
-                **metadata.labels,
-                labels.JOB: job.name,
-                labels.JOB_UID: owner.uid,
-                labels.SPARE: str(number),
-                labels.MANAGED_BY: labels.OPERATOR,
-            },
-            "annotations": dict(metadata.annotations),
-            "ownerReferences": [owner.reference()],
-        },
-        "spec": pod,
-    }
+    name = labels.spare_name(owner.job.name, number)
+    return _pod_document(owner, spec, name, pod, marks={labels.SPARE: str(number)}, notes={})
 
 
 def _idle(container: JSON) -> JSON:

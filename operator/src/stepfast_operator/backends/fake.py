@@ -86,9 +86,7 @@ class FakeBackend:
         self.node_conditions: dict[str, tuple[NodeCondition, ...]] = {}  # by node: those that rules ask about
         self.notices: dict[str, EvictionNotice] = {}  # by node
         self.spares: list[Spare] = []
-        self.unschedulable: dict[
-            int, str
-        ] = {}  # by node index, of the gang launched last: why there is no place for it
+        self.unschedulable: dict[int, str] = {}  # by node index, of the newest gang: why there is no place
         self.unplaced: set[int] = set()  # those of it that the scheduler has not looked at
         self.queue = QueueView()
         self.refusal = ""  # of whoever is to take the gang

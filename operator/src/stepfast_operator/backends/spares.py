@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from stepfast.kube import AlreadyExists, Forbidden, InvalidObject, Kube, NotFound
+from stepfast.kube import AlreadyExists, Forbidden, InvalidObject, Kube
 from stepfast_operator import manifests
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.lease import Lease
@@ -63,6 +63,5 @@ class Spares:
     async def _end(self, pod: PodView) -> None:
         """At once: it does nothing, and its place is wanted."""
         self._lease.check()
-        with suppress(NotFound):
-            await self._kube.delete(f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", grace_seconds=0, uid=pod.uid)
+        await self._kube.delete(f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", grace_seconds=0, uid=pod.uid)
         self._view.drop_pod(pod)
