@@ -13,6 +13,9 @@ from testjobs.job import SAVE_EVERY, STEPS, Job, Team
 from testjobs.release import Release
 
 
+pytestmark = pytest.mark.usefixtures("storage_access")
+
+
 @pytest.fixture
 def submit(team: Team) -> Iterator[Callable[..., Job]]:
     """Submits a job and removes it afterwards."""
