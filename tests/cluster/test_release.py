@@ -12,7 +12,6 @@ from testjobs.account import Account
 from testjobs.job import SAVE_EVERY, STEPS, Job, Team
 from testjobs.release import Release
 
-
 pytestmark = pytest.mark.usefixtures("storage_access")
 
 
