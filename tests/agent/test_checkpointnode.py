@@ -25,6 +25,7 @@ from stepfast_sidecar.checkpointnode import (
     CheckpointNodeWriter,
     NodeRequest,
     news_of,
+    progress_seconds,
     requests_of,
     status_document,
 )
@@ -342,8 +343,26 @@ class _Recorder:
         """It has nothing."""
 
 
-def test_news_do_not_wait_for_progress_and_take_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointnode, "_COALESCE_SECONDS", 3600.0)
+def test_slow_api_server_is_told_of_progress_more_seldom_and_never_too_seldom() -> None:
+    status = _node(STATUS)
+    usual = progress_seconds(status)
+    assert progress_seconds(status, 0.01) == usual, "it has time"
+    assert progress_seconds(status, 0.04) == pytest.approx(20.0)
+    assert progress_seconds(status, 60.0) == 30.0, "hangs are looked for in minutes"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        pytest.param("_COALESCE_SECONDS", 30.0, id="told a moment ago"),
+        pytest.param("_PROGRESS_SHARE", 1e-9, id="an API server that is slow, measured by that"),
+    ],
+)
+def test_news_do_not_wait_for_progress_and_take_it_along(
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: float
+) -> None:
+    monkeypatch.setattr(checkpointnode, "_COALESCE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpointnode, setting, value)
     monkeypatch.setattr(checkpointnode, "_GAP_SECONDS", 0.01)
 
     class Source:

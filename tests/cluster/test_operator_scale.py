@@ -104,6 +104,28 @@ def test_nothing_is_written_while_nothing_changes(operator_api: KubernetesClient
     play(operator_api, scenario)
 
 
+def test_operator_that_begins_sees_first_what_happened_while_there_was_none(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation, busy: Busy) -> None:
+        jobs = [await world.make_job(f"job-{index}") for index in range(2 * TURNS)]
+        for job in jobs:
+            await world.kubelets.started(f"{job.job.name}-1-0")
+        await world.report(0, *(reported(job.job, job.uid) for job in jobs))
+        for job in jobs:
+            await until(f"progress of {job.job} is written", lambda job=job: steps_written(world, job.path))
+        await operation.close()
+        await world.report(0, *(reported(job.job, job.uid, global_step=6, step_time=8.0) for job in jobs))
+        failed = jobs[TURNS + 5]
+        await world.kubelets.end(f"{failed.job.name}-1-0", 7)
+
+        busy.changes.clear()
+        following = await world.operate(busy, namespaces=[world.namespace])
+        await following.look_after()
+        await until("something is decided", lambda: busy.changes)
+        assert next(iter(busy.changes)) == f"PATCH {failed.path}/status"
+
+    play(operator_api, scenario)
+
+
 def test_progress_may_wait_and_news_may_not(operator_api: KubernetesClient) -> None:
     async def run() -> None:
         async with World.open(operator_api.kubeconfig) as world:

@@ -8,7 +8,18 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from stepfast.errors import StepfastError
-from stepfast_operator.turns import POD_REQUESTS, PODS_OF_ONE_GANG, TURNS, UNHURRIED_TURNS, Turn, Turns
+from stepfast_operator.turns import (
+    LEAST_LAUNCHES,
+    POD_REQUESTS,
+    PODS_OF_ONE_GANG,
+    QUICK_SECONDS,
+    SLOW_SECONDS,
+    TURNS,
+    UNHURRIED_TURNS,
+    Lane,
+    Turn,
+    Turns,
+)
 
 
 class Room:
@@ -21,9 +32,9 @@ class Room:
         self._asked: dict[str, Turn] = {}
         self._leave: dict[str, asyncio.Event] = {}
 
-    async def ask(self, *names: str, is_urgent: bool = True) -> None:
+    async def ask(self, *names: str, lane: Lane = Lane.URGENT) -> None:
         for name in names:
-            self._asked[name] = self.turns.ask(is_urgent=is_urgent)
+            self._asked[name] = self.turns.ask(lane)
             self._leave[name] = asyncio.Event()
             self._tasks[name] = asyncio.create_task(self._stay(name))
         await settled()
@@ -92,7 +103,7 @@ def test_only_so_many_have_a_turn_and_whoever_asked_first_has_the_next() -> None
 
 def test_progress_never_has_all_turns_however_slow_the_api_server_is() -> None:
     async def scenario(room: Room) -> None:
-        await room.ask(*numbered("progress", 1000), is_urgent=False)
+        await room.ask(*numbered("progress", 1000), lane=Lane.PROGRESS)
         assert room.inside == numbered("progress", UNHURRIED_TURNS)
         await room.ask("restart")
         assert room.inside[-1] == "restart"
@@ -102,11 +113,52 @@ def test_progress_never_has_all_turns_however_slow_the_api_server_is() -> None:
 
 def test_whoever_waits_for_progress_goes_first_once_something_happens() -> None:
     async def scenario(room: Room) -> None:
-        await room.ask(*numbered("progress", 1000), is_urgent=False)
+        await room.ask(*numbered("progress", 1000), lane=Lane.PROGRESS)
         await room.hurry("progress-999")
         assert room.inside[-1] == "progress-999"
         await room.leave(*numbered("progress", UNHURRIED_TURNS), "progress-999")
         assert len(room.inside) == UNHURRIED_TURNS, "it is counted as what it became"
+
+    play(scenario)
+
+
+def test_launches_give_way_to_all_that_is_urgent_and_new_jobs_to_gangs_that_trained_before() -> None:
+    async def scenario(room: Room) -> None:
+        await room.ask(*numbered("urgent", TURNS))
+        await room.ask("first look for progress", lane=Lane.PROGRESS)
+        await room.ask("new", lane=Lane.LAUNCH)
+        await room.ask("restart", lane=Lane.RELAUNCH)
+        await room.ask("last urgent")
+        for index, expected in enumerate(("last urgent", "restart", "new", "first look for progress")):
+            await room.leave(f"urgent-{index}")
+            assert room.inside[-1] == expected
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("lane", [Lane.LAUNCH, Lane.RELAUNCH])
+def test_slow_api_server_has_fewer_gangs_to_launch_at_a_time_and_a_quick_one_more(lane: Lane) -> None:
+    async def scenario(room: Room) -> None:
+        clock = asyncio.get_running_loop()
+        now = clock.time()
+        clock.time = lambda: now  # type: ignore[method-assign]
+        await room.ask(*numbered("launch", 500), lane=lane)
+
+        async def launched(seconds: float) -> int:
+            """How many are under way after ten that took so long each."""
+            nonlocal now
+            for _ in range(10):
+                now += seconds
+                await room.leave(room.inside[0])
+            return len(room.inside)
+
+        assert await launched(2 * SLOW_SECONDS) == LEAST_LAUNCHES
+        between = (QUICK_SECONDS + SLOW_SECONDS) / 2
+        assert await launched(between) == LEAST_LAUNCHES
+        # Whoever waited beside others took longer than these ten show: each is measured from when it began.
+        assert await launched(0.0) > LEAST_LAUNCHES
+        await launched(0.0)
+        assert await launched(0.0) == TURNS
 
     play(scenario)
 

@@ -105,6 +105,11 @@ class ClusterView:
         """The pods that hold places for the job's gang, by number."""
         return self._chosen_pods(job, uid, are_spares=True)
 
+    def is_running(self, uid: str) -> bool:
+        """Whether the job of that uid has pods, all of which run and none of which is to end."""
+        pods = self._pods_by_job.get(uid, {}).values()
+        return bool(pods) and all(pod.phase == "Running" and pod.deleted_time is None for pod in pods)
+
     def _chosen_pods(self, job: JobKey, uid: str, *, are_spares: bool) -> list[PodView]:
         pods = (
             pod

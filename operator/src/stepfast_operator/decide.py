@@ -63,7 +63,6 @@ from stepfast_operator.spec import HangAction
 AGENT_START_SECONDS = 15.0
 _SOON_SECONDS = 0.1
 _STORAGE_RETRY_SECONDS = 2.0
-_IDLE_SECONDS = 5.0
 _LEAVE_SECONDS = 1.0
 _REFUSED_SECONDS = 30.0  # what else may mend it wakes the job
 
@@ -413,7 +412,7 @@ def _check_deadlines(observed: Observed, attempt: Attempt) -> Decision:
         return _hung(observed, attempt)
     heal: tuple[Action, ...] = (StartAgent(),) if observed.agent is AgentState.GONE else ()
     waits = [
-        _IDLE_SECONDS,
+        observed.idle_seconds,
         deadline.active_left_seconds(observed),
         _ahead(deadline.startup_left_seconds(observed, attempt)),
         hang_left,
@@ -441,7 +440,7 @@ def _hung(observed: Observed, attempt: Attempt) -> Decision:
     policy = observed.spec.progress_policy
     message = f"no new step for {policy.progress_deadline_seconds:g} s (progressDeadlineSeconds)"
     if policy.action is HangAction.NOTIFY:
-        again = RequeueAfter(seconds=_IDLE_SECONDS)
+        again = RequeueAfter(seconds=observed.idle_seconds)
         if attempt.hang_notified_time is not None:
             return _decision(f"{message}; said already", again)
         return _decision(message, NoteHang(), again)

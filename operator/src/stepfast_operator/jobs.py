@@ -25,7 +25,7 @@ from stepfast_operator.metrics import Metrics
 from stepfast_operator.reconcile import Pass, reconcile
 from stepfast_operator.record import State, Status
 from stepfast_operator.status import refuse
-from stepfast_operator.turns import Turn
+from stepfast_operator.turns import Lane, Turn
 from stepfast_operator.writepace import progress_seconds
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,9 @@ class Jobs:
         """From here on jobs are reconciled: all that a decision looks at has been read, and the Lease is ours."""
         self._cluster, self._events = cluster, events
         waiting, self._waiting = self._waiting, {}
-        for document in waiting.values():
-            self.take(document)
+        # Those first to which something happened while nobody looked.
+        for uid in sorted(waiting, key=cluster.view.is_running):
+            self.take(waiting[uid])
 
     def take(self, document: JSON) -> None:
         """A TrainingJob that is there, as it is now."""
@@ -226,10 +227,18 @@ class JobLoop:
         await until(self._changed, seconds)
         self._is_urgent = self._is_urgent or self._due_time <= time.monotonic()
 
+    def _lane(self) -> Lane:
+        if not self._is_urgent:
+            return Lane.PROGRESS
+        attempt = self.status.open_attempt
+        if attempt is None or self._backend is None or self._backend.has_launched(attempt.run) or self._failures:
+            return Lane.URGENT  # a launch that was refused keeps no other waiting
+        return Lane.RELAUNCH if attempt.attempt > 1 else Lane.LAUNCH
+
     @asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[Turn]:
         begin = time.perf_counter()
-        self._turn = self._cluster.turns.ask(is_urgent=self._is_urgent)
+        self._turn = self._cluster.turns.ask(self._lane())
         async with self._turn as turn:
             self._metrics.waited(time.perf_counter() - begin)
             yield turn
@@ -237,7 +246,7 @@ class JobLoop:
     async def _pass(self, turn: Turn) -> float:
         """One look; returns how long at most to wait for the next one."""
         job, refused = self._read()
-        backend = self._backend = self._backend or KubernetesBackend(self._cluster, job)
+        backend = self._backend = self._backend or self._new_backend(job)
         backend.take(job)
         backend.turn, backend.pace.progress_seconds = turn, self._progress_seconds()
         if refused is not None:
@@ -252,7 +261,7 @@ class JobLoop:
                 raise  # not the job's fault
             await self._refuse(error)
             return 0.0
-        self._metrics.reconciled(time.perf_counter() - begin)
+        self._metrics.reconciled(time.perf_counter() - begin - backend.take_waited_seconds())
         self.status = seen.after
         self._tell(seen)
         if job.is_deleted and self.is_over and not backend.is_alive:
@@ -263,6 +272,15 @@ class JobLoop:
         self._due_time = time.monotonic() + due if due is not None and due < _UNHURRIED_SECONDS else math.inf
         waits = (_LONGEST_WAIT_SECONDS, due, backend.held_back_seconds())
         return min(wait for wait in waits if wait is not None)
+
+    def _new_backend(self, job: ClusterJob) -> KubernetesBackend:
+        """Progress that was made while there was no operator is written down as it is at any time: not for all jobs at
+        once, in whose midst what happened to others meanwhile would have to wait.
+        """
+        backend = KubernetesBackend(self._cluster, job)
+        if self.status != Status():
+            backend.pace.note_written(self.status, time.monotonic() - random.uniform(0.0, self._progress_seconds()))
+        return backend
 
     def _read(self) -> tuple[ClusterJob, SpecError | None]:
         """The job as it is now; one whose spec makes no sense without it, and why: what was launched of it is to end,

@@ -47,7 +47,7 @@ class Metrics:
         self._hangs = Counter("stepfast_hangs", "Gangs that made no step for too long.", registry=self.registry)
         self._passes = Histogram(
             "stepfast_reconcile_duration_seconds",
-            "One look at one job, with all that follows from it.",
+            "One look at one job, with all that follows from it but the waiting for pods to end.",
             buckets=_RECONCILE_SECONDS,
             registry=self.registry,
         )

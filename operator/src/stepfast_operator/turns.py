@@ -1,6 +1,9 @@
 """How much is done at a time: jobs are looked at in turn, so that a thousand that want something at once neither keep
-the Lease from being renewed in time nor wait for each other's answers in the middle of what they do. Those of which
-nothing is due but progress never have all turns: a slow API server then costs progress, not restarts.
+the Lease from being renewed in time nor wait for each other's answers in the middle of what they do.
+
+Turns are had in lanes. Those of which nothing is due but progress never have all turns: a slow API server then costs
+progress, not restarts. Gangs are launched few at a time, and the fewer the longer that takes: a launch is many
+requests, and more of them at once than the API server answers at once make each take longer and none be done sooner.
 
 All that may be under way together (turns, their pods, what they ask of agents, Events, the watches, the Lease) needs no
 more connections than the client has, 100: a request that waits for one may be over before it was sent
@@ -12,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from enum import Enum
 from types import TracebackType
 from typing import TypeVar
 
@@ -20,32 +24,49 @@ from stepfast.errors import StepfastError
 T = TypeVar("T")
 
 TURNS = 16
-UNHURRIED_TURNS = 8
+UNHURRIED_TURNS = 4
 POD_REQUESTS = 40  # of all jobs together
 AGENT_REQUESTS = 20
-PODS_OF_ONE_GANG = 20  # a large one leaves room for others
+PODS_OF_ONE_GANG = 30  # a large one leaves room for others
+
+_FIRST_LAUNCHES, LEAST_LAUNCHES = 4, 2
+QUICK_SECONDS, SLOW_SECONDS = 0.3, 0.6  # of a turn in which a gang is launched: more at a time, or fewer
+
+
+class Lane(Enum):
+    """What a look is for; in this order turns are given."""
+
+    URGENT = "something happened, or something is due"
+    RELAUNCH = "a gang that trained before is to be launched"
+    LAUNCH = "a job's first gang is to be launched"
+    PROGRESS = "nothing but progress is due"
+
+
+_LAUNCHES = (Lane.RELAUNCH, Lane.LAUNCH)
 
 
 class Turn:
     """One look at one job: asked for when it is made, had while its context lasts or until `end`."""
 
-    def __init__(self, turns: Turns | None = None, *, is_urgent: bool = True) -> None:
-        self.is_urgent = is_urgent
-        self._turns, self._begun = turns, asyncio.Event()
+    def __init__(self, turns: Turns | None = None, lane: Lane = Lane.URGENT) -> None:
+        self.lane = lane
+        self._turns, self._begun, self._begin = turns, asyncio.Event(), 0.0
 
     def hurry(self) -> None:
         """More than progress is due by now."""
-        if not self.is_urgent and self._turns is not None and not self._begun.is_set():
+        if self.lane is Lane.PROGRESS and self._turns is not None and not self._begun.is_set():
             self._turns.hurry(self)
 
     def begin(self) -> None:
+        self._begin = asyncio.get_running_loop().time()
         self._begun.set()
 
     def end(self) -> None:
         """What follows waits for others, and is not to hold up anybody."""
         turns, self._turns = self._turns, None
         if turns is not None:
-            turns.take_back(self, has_begun=self._begun.is_set())
+            seconds = asyncio.get_running_loop().time() - self._begin if self._begun.is_set() else None
+            turns.take_back(self, seconds)
 
     async def __aenter__(self) -> Turn:
         try:
@@ -62,41 +83,54 @@ class Turn:
 
 
 class Turns:
-    """Whoever is in a hurry goes first, among these whoever asked first."""
+    """Lanes in their order, in each whoever asked first."""
 
     def __init__(self) -> None:
-        self._free, self._unhurried_free = TURNS, UNHURRIED_TURNS
-        self._urgent, self._unhurried = deque[Turn](), deque[Turn]()
+        self._waiting = {lane: deque[Turn]() for lane in Lane}
+        self._had = dict.fromkeys(Lane, 0)
+        self._most = {
+            Lane.URGENT: TURNS,
+            Lane.RELAUNCH: _FIRST_LAUNCHES,
+            Lane.LAUNCH: _FIRST_LAUNCHES,
+            Lane.PROGRESS: UNHURRIED_TURNS,
+        }
         self._pods = asyncio.Semaphore(POD_REQUESTS)
 
-    def ask(self, *, is_urgent: bool) -> Turn:
-        """The next turn, to be waited for (`async with`)."""
-        turn = Turn(self, is_urgent=is_urgent)
-        (self._urgent if is_urgent else self._unhurried).append(turn)
+    def ask(self, lane: Lane) -> Turn:
+        """The next turn in that lane, to be waited for (`async with`)."""
+        turn = Turn(self, lane)
+        self._waiting[lane].append(turn)
         self._give()
         return turn
 
     def hurry(self, turn: Turn) -> None:
-        self._unhurried.remove(turn)
-        turn.is_urgent = True
-        self._urgent.append(turn)
+        self._waiting[turn.lane].remove(turn)
+        turn.lane = Lane.URGENT
+        self._waiting[turn.lane].append(turn)
         self._give()
 
-    def take_back(self, turn: Turn, *, has_begun: bool) -> None:
-        """It is over, or nobody waits for it any more."""
-        if has_begun:
-            self._free += 1
-            self._unhurried_free += not turn.is_urgent
+    def take_back(self, turn: Turn, seconds: float | None) -> None:
+        """It is over after so long, or (None) nobody waits for it any more."""
+        if seconds is None:
+            self._waiting[turn.lane].remove(turn)
         else:
-            (self._urgent if turn.is_urgent else self._unhurried).remove(turn)
+            self._had[turn.lane] -= 1
+            if turn.lane in _LAUNCHES:
+                self._adapt(turn.lane, seconds)
         self._give()
+
+    def _adapt(self, lane: Lane, seconds: float) -> None:
+        """How many are launched at a time: one more when that was quick, fewer when it was slow."""
+        if seconds < QUICK_SECONDS:
+            self._most[lane] = min(TURNS, self._most[lane] + 1)
+        elif seconds > SLOW_SECONDS:
+            self._most[lane] = max(LEAST_LAUNCHES, self._most[lane] - 1)
 
     def _give(self) -> None:
-        while self._free > 0 and (self._urgent or (self._unhurried and self._unhurried_free > 0)):
-            turn = self._urgent.popleft() if self._urgent else self._unhurried.popleft()
-            self._free -= 1
-            self._unhurried_free -= not turn.is_urgent
-            turn.begin()
+        for lane in Lane:
+            while self._waiting[lane] and self._had[lane] < self._most[lane] and sum(self._had.values()) < TURNS:
+                self._had[lane] += 1
+                self._waiting[lane].popleft().begin()
 
     async def each(self, request: Callable[[T], Awaitable[None]], pods: Iterable[T]) -> None:
         """A request for each of a gang's pods, so many at a time. Raises one of their errors, for pods that are alike
@@ -113,10 +147,11 @@ class Turns:
                 for pod in pods:
                     group.create_task(ask(pod))
         except* StepfastError as several:
-            raise _first(several) from None
+            raise first_of(several) from None
 
 
-def _first(several: BaseExceptionGroup[StepfastError]) -> BaseException:
+def first_of(several: BaseExceptionGroup[StepfastError]) -> BaseException:
+    """One of its errors, out of groups in it."""
     found: BaseException = several
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]

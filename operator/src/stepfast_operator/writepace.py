@@ -11,7 +11,7 @@ from dataclasses import replace
 from stepfast_operator.record import SavesStatus, Status, TrainerStatus
 
 PROGRESS_SECONDS = 2.0
-_PROGRESS_A_SECOND = 50  # of all jobs
+_PROGRESS_A_SECOND = 25  # of all jobs
 
 
 def progress_seconds(jobs: int) -> float:

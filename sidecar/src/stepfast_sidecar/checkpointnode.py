@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 API_VERSION, KIND = "stepfast.dev/v1alpha1", "CheckpointNode"
 _COALESCE_SECONDS = 5.0  # between two writes that tell of progress alone
 _PROGRESS_WRITES_A_SECOND = 500  # of all agents of a gang: more would be a burden for the API server
+_PROGRESS_SHARE = 0.002  # of an agent's time in which the API server is busy with its progress
 _LONGEST_COALESCE_SECONDS = 30.0
 _GAP_SECONDS = 0.2  # between any two writes: a job of tiny steps must not write all day
 _RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -130,13 +131,15 @@ def _rank_news(rank: RankStatus) -> tuple[object, ...]:
     return rank.rank, rank.joined_time, rank.alive, rank.clean, rank.restored_time, rank.restored_step
 
 
-def progress_seconds(status: NodeStatus) -> float:
-    """Between two writes that tell of progress alone: rarer in large gangs, whose agents share one API server.
+def progress_seconds(status: NodeStatus, answer_seconds: float = 0.0) -> float:
+    """Between two writes that tell of progress alone: rarer in large gangs, whose agents share one API server, and the
+    longer that server takes to answer: then it has many agents, or little time.
 
     What matters to a decision is told at once in any gang, and hangs are looked for in minutes.
     """
     nodes = max((job.world_size // max(1, len(job.ranks)) for job in status.jobs), default=1)
-    return min(_LONGEST_COALESCE_SECONDS, max(_COALESCE_SECONDS, nodes / _PROGRESS_WRITES_A_SECOND))
+    seconds = max(_COALESCE_SECONDS, nodes / _PROGRESS_WRITES_A_SECOND, answer_seconds / _PROGRESS_SHARE)
+    return min(_LONGEST_COALESCE_SECONDS, seconds)
 
 
 def status_document(
@@ -178,6 +181,7 @@ class CheckpointNodeWriter:
         self._waking: asyncio.TimerHandle | None = None
         self._written: tuple[object, ...] | None = None  # what was told last, and of which object
         self._written_time = 0.0  # by the event loop's clock
+        self._answer_seconds = 0.0  # that the API server takes, as of the last writes
         self._since = time.time()
         self._failures: dict[Work, int] = {}  # in a row
 
@@ -287,7 +291,7 @@ class CheckpointNodeWriter:
             return  # `_take` wakes
         status = self._source.status()
         is_news = (self._seen, news_of(status)) != self._written
-        wait_seconds = self._written_time + (_GAP_SECONDS if is_news else progress_seconds(status)) - now
+        wait_seconds = self._written_time + self._pause_seconds(status, is_news) - now
         if wait_seconds > 0:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
@@ -302,6 +306,10 @@ class CheckpointNodeWriter:
             raise
         self._succeeded(Work.WRITE)
 
+    def _pause_seconds(self, status: NodeStatus, is_news: bool) -> float:
+        """After the last write."""
+        return _GAP_SECONDS if is_news else progress_seconds(status, self._answer_seconds)
+
     async def _patch(self, api: Api, *, is_ready: bool, reason: str, message: str) -> None:
         status, seen = self._source.status(), self._seen
         if seen is None:
@@ -314,6 +322,8 @@ class CheckpointNodeWriter:
             reason=reason,
             message=message,
         )
+        begin = asyncio.get_running_loop().time()
         await api.patch_status(self._node, document)
         self._written = (seen, news_of(status))
         self._written_time = asyncio.get_running_loop().time()
+        self._answer_seconds = (self._answer_seconds + self._written_time - begin) / 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,19 @@ class ApiServer(KubernetesClient):
     """etcd and the API server, in one claim; controllers and the scheduler, for those who start them."""
 
     def __init__(
-        self, claim: Claim, binaries: Binaries, *, address: str | None = None, audit_policy: str = AUDIT_POLICY
+        self,
+        claim: Claim,
+        binaries: Binaries,
+        *,
+        address: str | None = None,
+        audit_policy: str = AUDIT_POLICY,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`address`: where the API server listens; the claim's loopback address unless pods are to reach it."""
+        """`address`: where the API server listens; the claim's loopback address unless pods are to reach it.
+        `environment`: what the API server has in its, beside ours.
+        """
         self.claim = claim
-        self._audit_policy = audit_policy
+        self._audit_policy, self._environment = audit_policy, environment
         self.address = address or claim.addresses.loopback
         self.credentials = Credentials(claim.folder / "credentials", address=self.address)
         super().__init__(self.credentials.kubeconfig(ADMIN), binaries)
@@ -177,7 +185,7 @@ class ApiServer(KubernetesClient):
             # A test that reads the log after an answer finds its request there.
             "--audit-log-mode=blocking-strict",
             "--audit-log-maxsize=100000",  # MB: by default a hundred are kept, and who reads on reads another file
-        ])  # fmt: skip
+        ], environment=self._environment)  # fmt: skip
 
     def start_scheduler(self, *options: str) -> None:
         """Its identity, SCHEDULER, was given to `start`."""

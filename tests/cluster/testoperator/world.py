@@ -182,15 +182,14 @@ class Operation:
     async def look_after(self) -> None:
         """Every job of the namespace, as the operator's own process does; a list and a watch stand in for kopf."""
         self._tasks.append(asyncio.create_task(self.events.run()))
-        self.jobs.start(self.cluster, self.events)
-        self._tasks.append(asyncio.create_task(self._feed()))
-
-    async def _feed(self) -> None:
         path = f"{API}/namespaces/{self._namespace}/trainingjobs"
         listed = await self.kube.get(path)
         for document in listed["items"]:
             self.jobs.take(document)
-        version = str(listed["metadata"]["resourceVersion"])
+        self.jobs.start(self.cluster, self.events)
+        self._tasks.append(asyncio.create_task(self._feed(path, str(listed["metadata"]["resourceVersion"]))))
+
+    async def _feed(self, path: str, version: str) -> None:
         async with aclosing(self.kube.watch(path, idle_seconds=DEADLINE_SECONDS, resourceVersion=version)) as events:
             async for event in events:
                 if event.kind == "DELETED":

@@ -19,8 +19,8 @@ from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.cache import Reflector
 from stepfast_operator.podview import NodeReport, PodView, pod_of, report_of
+from stepfast_sidecar.checkpointnode import progress_seconds
 
-PROGRESS_SECONDS = 5.0  # as the agent's own
 STEP_SECONDS = 0.5
 _GAP_SECONDS = 0.2
 _PARALLEL = 64
@@ -52,16 +52,13 @@ class Fleet:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Fleet]:
         work = [self.pods.run(), self.reports.run(), *(self._serve(node) for node in self._nodes)]
-        tasks = [asyncio.create_task(one) for one in work]
-        try:
-            yield self
-        finally:
-            for task in tasks:
-                task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-            failed = [one for one in ended if not isinstance(one, asyncio.CancelledError)]
-            if failed:
-                raise RuntimeError("agents ended") from next((one for one in failed if one is not None), None)
+        async with asyncio.TaskGroup() as group:  # an agent that ends, ends the trial
+            tasks = [group.create_task(one) for one in work]
+            try:
+                yield self
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     async def _make_one(self, node: str) -> None:
         marks = {"app.kubernetes.io/name": "stepfast", "app.kubernetes.io/component": "sidecar"}
@@ -80,14 +77,17 @@ class Fleet:
 
     async def _serve(self, node: str) -> None:
         """One agent: writes what it knows when that changed, or when progress is due."""
-        offset = PROGRESS_SECONDS * self._nodes.index(node) / len(self._nodes)  # nodes did not start together
-        await asyncio.sleep(offset)
+        idle = NodeStatus(node=node, memory_limit_bytes=0, memory_used_bytes=0, jobs=[])
+        answer_seconds, first = 0.0, progress_seconds(idle)
+        await asyncio.sleep(first * self._nodes.index(node) / len(self._nodes))  # nodes did not start together
         while True:
-            has_news = await _is_set_within(self._has_news[node], PROGRESS_SECONDS)
+            has_news = await _is_set_within(self._has_news[node], progress_seconds(idle, answer_seconds))
             if has_news or (self.is_training and self._ranks[node]):
                 self._has_news[node].clear()
                 async with self._gate:
+                    begin = time.monotonic()
                     await self._write(node)
+                    answer_seconds = (answer_seconds + time.monotonic() - begin) / 2
             await asyncio.sleep(_GAP_SECONDS)
 
     async def _write(self, node: str) -> None:

@@ -14,10 +14,12 @@ from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.cache import Reflector
 from stepfast_operator.document import time_text
+from testoperator.polling import until
 
 API = "/apis/stepfast.dev/v1alpha1"
 _PARALLEL = 16
 _LOOK_SECONDS = 1.0
+_LONGEST_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +45,17 @@ def manifest(job: JobKey, pods: int, storage_uri: str) -> dict[str, Any]:
         "resourcesPerNode": {"limits": {"cpu": "1", "memory": "8Gi", "nvidia.com/gpu": 1}},
     }
     policy = {"maxRestarts": 100, "backoff": {"baseSeconds": 0}}
+    progress = {"progressDeadlineSeconds": 7200}  # ranks stand still until all jobs are there
     return {
         "apiVersion": "stepfast.dev/v1alpha1",
         "kind": "TrainingJob",
         "metadata": {"namespace": job.namespace, "name": job.name},
-        "spec": {"trainer": trainer, "failurePolicy": policy, "checkpoint": {"storageUri": storage_uri}},
+        "spec": {
+            "trainer": trainer,
+            "failurePolicy": policy,
+            "progressPolicy": progress,
+            "checkpoint": {"storageUri": storage_uri},
+        },
     }
 
 
@@ -78,6 +86,19 @@ class Jobs:
                 await self._kube.create(path, manifest(key, pods, self._storage_uri))
 
         await asyncio.gather(*map(make, keys))
+
+    async def remove(self, key: JobKey) -> None:
+        """Deletes it; returns when it is gone, with its pods."""
+        await self._kube.delete(f"{API}/namespaces/{key.namespace}/trainingjobs/{key.name}")
+        while self.get(key) is not None:
+            self._changed.clear()
+            await self._changed.wait()
+        pods, query = f"/api/v1/namespaces/{key.namespace}/pods", {"labelSelector": f"{labels.JOB}={key.name}"}
+
+        async def are_gone() -> bool:
+            return not (await self._kube.get(pods, **query))["items"]
+
+        await until("its pods are gone", are_gone, seconds=_LONGEST_SECONDS)
 
     def get(self, key: JobKey) -> JobView | None:
         return self._reflector.get(key)

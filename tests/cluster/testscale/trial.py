@@ -120,13 +120,32 @@ class Trial:
     async def _steps(self) -> None:
         await self._start_operator()
         self.findings.idle_bytes = usage_of(self._operator.process.pid).resident_bytes
+        await self._gang_of_many()
         keys = self._keys()
         await self._create(keys)
         await self._be_quiet()
         await self._train(keys)
         await self._fail(keys)
         await self._kill(keys[-1])
-        await self._gang_of_many()
+
+    async def _gang_of_many(self) -> None:
+        """One large job, before there is any other: made, restarted, and removed."""
+        key = JobKey(namespace="team-0", name="large")
+        self._gang_size[key.name] = self._size.large
+        async with self._stretch("large"):
+            begin = time.time()
+            await self._jobs.make([key], self._size.large)
+            await self._until_running([key])
+            self.findings.seconds["large runs"] = time.time() - begin
+        self.findings.seconds["large made"] = self._last_pod_made("large") - begin
+        async with self._stretch("large restart"):
+            begin = time.time()
+            await self._jobs.fail_pod(key)
+            await self._until_running([key], attempt=2)
+            self.findings.seconds["large runs again"] = time.time() - begin
+        self.findings.seconds["large made again"] = self._last_pod_made("large restart") - begin
+        await self._jobs.remove(key)
+        await self._settle()
 
     async def _create(self, keys: Sequence[JobKey]) -> None:
         """All jobs at once, until each says of itself that it runs."""
@@ -171,23 +190,6 @@ class Trial:
             await self._until_running([key], attempt=2)
         decided = next(event for event in self.findings.stretches["restart"].changes if _is_of(event, key))
         self.findings.seconds["decide again"] = time_of(decided) - begin
-
-    async def _gang_of_many(self) -> None:
-        """One large job beside all others: made, and restarted."""
-        key = JobKey(namespace="team-0", name="large")
-        self._gang_size[key.name] = self._size.large
-        async with self._stretch("large"):
-            begin = time.time()
-            await self._jobs.make([key], self._size.large)
-            await self._until_running([key])
-            self.findings.seconds["large runs"] = time.time() - begin
-        self.findings.seconds["large made"] = self._last_pod_made("large") - begin
-        async with self._stretch("large restart"):
-            begin = time.time()
-            await self._jobs.fail_pod(key)
-            await self._until_running([key], attempt=2)
-            self.findings.seconds["large runs again"] = time.time() - begin
-        self.findings.seconds["large made again"] = self._last_pod_made("large restart") - begin
 
     def _last_pod_made(self, stretch: str) -> float:
         events = self.findings.stretches[stretch].changes

@@ -7,7 +7,6 @@ at. Authentication, its renewal and TLS are the client library's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 import aiohttp
+import orjson
 from kubernetes.aio import client, config
 
 from stepfast.errors import StepfastError
@@ -161,7 +161,7 @@ class Kube:
         response = await self._send("GET", path, {**query, "watch": "true", "allowWatchBookmarks": "true"}, timeout)
         try:
             async for line in _lines(response.content):
-                event = json.loads(line)
+                event = orjson.loads(line)
                 if event["type"] == "ERROR":
                     raise _error_of(int(event["object"].get("code") or 500), event["object"], f"watch {path}")
                 yield WatchEvent(kind=event["type"], object=event["object"])
@@ -185,7 +185,7 @@ class Kube:
         timeout = aiohttp.ClientTimeout(total=seconds, connect=patience.connect_seconds)
         response = await self._send(method, path, query, timeout, body=body, content_type=content_type, accept=accept)
         try:
-            return json.loads(await response.read())
+            return orjson.loads(await response.read())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise KubeUnavailable(f"{method} {path}: {error!r}") from error
 
@@ -221,7 +221,7 @@ async def _body_of(response: aiohttp.ClientResponse) -> JSON:
     """What is between us and the API server may answer, too, and not in JSON."""
     text = (await response.text())[: 10 * _MESSAGE_CHARACTERS]
     try:
-        document = json.loads(text)
+        document = orjson.loads(text)
     except ValueError:
         document = None
     return document if isinstance(document, dict) else {"message": text}

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from stepfast.errors import SpecError
+from stepfast.errors import SpecError, StepfastError
 from stepfast.kube import AlreadyExists, InvalidObject, Kube, KubeError, KubeUnavailable, PatchKind
 from stepfast.storage.base import Store
 from stepfast_operator import labels, manifests, podgroups
@@ -35,6 +35,7 @@ from stepfast_operator.document import JSON, decode, encode
 from stepfast_operator.lease import Lease
 from stepfast_operator.manifests import Owner
 from stepfast_operator.observed import (
+    IDLE_SECONDS,
     Committed,
     Intent,
     Observed,
@@ -43,7 +44,7 @@ from stepfast_operator.observed import (
 from stepfast_operator.podview import PodView
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
 from stepfast_operator.rings import ring_of
-from stepfast_operator.turns import Turn, Turns
+from stepfast_operator.turns import Turn, Turns, first_of
 from stepfast_operator.workers import had_ranks, previous_nodes
 from stepfast_operator.writepace import WritePace
 
@@ -80,6 +81,7 @@ class KubernetesBackend:
         self._cluster, self._kube, self._view, self._lease = cluster, cluster.kube, cluster.view, cluster.lease
         self.changed = asyncio.Event()  # set by whoever sees a change of what is observed here
         self.turn = Turn()  # of the look that is under way
+        self._waited_seconds = 0.0
         self.take(job)
         self._asked: dict[str, int] = {}  # by node: the generation from which on its report takes in what was asked
         self._asked_to_end: dict[str, int | None] = {}  # pods, by uid, and the grace that they were given
@@ -102,6 +104,16 @@ class KubernetesBackend:
         pods = self._sight.pods()
         held = podgroups.held_groups(pods).values()
         return any(pod.is_alive for pod in pods) or not all(podgroups.is_group_left(members) for members in held)
+
+    def has_launched(self, run: str) -> bool:
+        """Whether the launch of that run was begun."""
+        launched = self._launched()
+        return launched is not None and launched.run == run
+
+    def take_waited_seconds(self) -> float:
+        """For how long kubelets were waited for since this was asked last: until pods ended that were told to."""
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return waited
 
     async def observe(self, status: Status) -> Observed:
         now = self._cluster.clock()
@@ -134,6 +146,7 @@ class KubernetesBackend:
             room=self._sight.room(status, gang),
             nodes=self._sight.candidates(status, gang),
             spares=self._spares.view(self._owner),
+            idle_seconds=max(IDLE_SECONDS, self.pace.progress_seconds),
             queue=await self._groups.view(self._owner, self._job.spec.pod_group_policy, status.attempt, pods, now),
         )
 
@@ -156,20 +169,13 @@ class KubernetesBackend:
 
     async def launch(self, launch: LaunchGang) -> None:
         launched = self._launched()
-        if launched is None or launched.run != launch.run:
-            launched = Launched(run=launch.run, launched_time=self._cluster.clock(), nodes=launch.nodes)
-            await self._note(launched)
-        if launched.is_whole:
+        if launched is not None and launched.run == launch.run and launched.is_whole:
             return
         others = {pod.run for pod in self._sight.pods() if pod.is_alive} - {launch.run}
         await self.stop(sorted(others), StopMode.KILL)
         if any(pod.is_alive and pod.run in others for pod in self._sight.pods()):
             raise KubeUnavailable(f"pods of {', '.join(sorted(others))} have not ended yet: none is made beside them")
-        await self._make_service()
-        # An operator may be lost between the last pod and the note: what is missing by now was there.
-        if not self._has_begun(launch.run):
-            await self._make_pods(launch, launched.nodes)
-        await self._note(replace(launched, is_whole=True))
+        await self._begin(launch, launched)
         self._asked_to_end.clear()
         await self._clear(launch.attempt)
 
@@ -188,9 +194,11 @@ class KubernetesBackend:
             if left <= 0:
                 return
             self.turn.end()
+            begin = time.perf_counter()
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):  # `wait_for` may swallow a cancellation
                     await self.changed.wait()
+            self._waited_seconds += time.perf_counter() - begin
 
     async def start_agent(self) -> None:
         """Nothing: the DaemonSet does."""
@@ -310,6 +318,24 @@ class KubernetesBackend:
         note = {"metadata": {"uid": self._job.uid, "annotations": {labels.LAUNCHED: json.dumps(encode(launched))}}}
         await self._kube.patch(self._job.path, note)
         self._launched_now = launched
+
+    async def _begin(self, launch: LaunchGang, launched: Launched | None) -> None:
+        """Makes the pods of the gang and the Service in which they meet. `launched`: the last note."""
+        is_first = launched is None
+        try:
+            async with asyncio.TaskGroup() as group:
+                service = group.create_task(self._make_service())
+                if launched is None or launched.run != launch.run:
+                    launched = Launched(run=launch.run, launched_time=self._cluster.clock(), nodes=launch.nodes)
+                    await self._note(launched)
+                if is_first:
+                    await service  # another's object of its name is found before any pod is made
+                # An operator may be lost between the last pod and the note: what is missing by now was there.
+                if not self._has_begun(launch.run):
+                    await self._make_pods(launch, launched.nodes)
+        except* StepfastError as several:
+            raise first_of(several) from None
+        await self._note(replace(launched, is_whole=True))
 
     async def _make_service(self) -> None:
         """Makes it unless it is there. Raises NameTaken when another's is."""
