@@ -69,6 +69,7 @@ def test_object_is_made_for_its_node_and_says_that_the_agent_is_ready(
     assert parse_time(status["writtenTime"]) >= parse_time(ready["lastTransitionTime"])
     assert parse_time(ready["lastTransitionTime"]) <= time.time()
     assert (status["observedGeneration"], status["memory"]["limitBytes"], status["jobs"]) == (1, 1 << 30, [])
+    assert status["progressSeconds"] == 5.0
     assert "node" not in status
 
 
@@ -386,7 +387,10 @@ def test_news_do_not_wait_for_progress_and_take_it_along(
         writer = CheckpointNodeWriter("n", source, connect)
         task = asyncio.create_task(writer.run())
         await recorder.wait_written()
-        job = STATUS
+        job = replace(STATUS, persist_error="another")
+        source.told = _node(job)
+        writer.changed(True)  # by how long the first answer took, the second says how long progress waits
+        await recorder.wait_written()
         for step in (11, 22, 33):
             job = replace(job, latest_memory_step=step)
             source.told = _node(job)
@@ -400,7 +404,7 @@ def test_news_do_not_wait_for_progress_and_take_it_along(
             await recorder.wait_written()
             assert recorder.statuses[-1]["jobs"][0]["latestMemoryStep"] == step
             assert recorder.statuses[-1]["observedGeneration"] == 4
-        assert len(recorder.statuses) == 4
+        assert len(recorder.statuses) == 5
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

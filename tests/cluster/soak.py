@@ -150,10 +150,8 @@ class Soak:
         wait_until(f"{node.name} is back", node.is_ready, seconds=180)
 
     def _stop_api_server(self) -> None:
-        plane = self.release.cluster.control_plane
-        with lasting(10):
-            plane.stop_api_server()
-        plane.restart_api_server()
+        with self.release.cluster.control_plane.without_api_server(), lasting(10):
+            pass
 
     def _stop_storage(self) -> None:
         with self.azurite.unanswering(), lasting(20):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import pytest
 import yaml
 
 from stepfast.kube import Kube
-from stepfast_operator import handlers
+from stepfast_operator import clusterview, handlers
 from stepfast_operator.cache import Reflector
-from stepfast_operator.document import JSON
+from stepfast_operator.clusterview import ClusterView
+from stepfast_operator.document import JSON, time_text
 from stepfast_operator.jobs import Jobs
 from stepfast_operator.jobwatch import JobWatch
 from stepfast_operator.metrics import Metrics
@@ -27,6 +29,7 @@ from testcluster.claim import Claim
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testcluster.fixtures import loudly
 from testoperator.connection import connect
+from testoperator.kubelet import READY, SILENT
 from testoperator.polling import until
 from testoperator.running import run_to_end
 from testoperator.wire import Wire
@@ -277,13 +280,7 @@ def test_silent_watch_of_jobs_is_dropped_by_kopf_and_begun_again(
             stop.set()
             await asyncio.wait_for(kopf_task, 30)
 
-    async def run() -> None:
-        url = urlsplit(yaml.safe_load(operator_api.kubeconfig.read_text())["clusters"][0]["cluster"]["server"])
-        assert url.hostname is not None
-        async with Wire(url.hostname, url.port or 443).laid() as wire, World.open(operator_api.kubeconfig) as world:
-            await asyncio.wait_for(scenario(world, wire), 100)
-
-    run_to_end(run())
+    play_behind_a_wire(operator_api, scenario)
 
 
 def kubeconfig_through(wire: Wire, api: KubernetesClient, folder: Path) -> Path:
@@ -375,3 +372,86 @@ def test_restarted_api_server_is_found_again(own_server: ApiServer) -> None:
             await until("the change is seen", lambda: mirror.get("a") == "2")
 
     play(own_server, scenario)
+
+
+@asynccontextmanager
+async def looking(world: World, kube: Kube) -> AsyncIterator[ClusterView]:
+    view = ClusterView(
+        kube, namespaces=[world.namespace], agent_namespace=world.namespace, wake_uid=lambda uid: None,
+        wake_job=lambda job: None, wake_later=lambda job: None,
+    )  # fmt: skip
+    task = asyncio.create_task(view.run())
+    try:
+        await asyncio.wait_for(view.synced(), 60)
+        yield view
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def test_node_that_is_called_silent_after_an_outage_has_time_to_speak(
+    operator_api: KubernetesClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: World, wire: Wire) -> None:
+        kube = await connect(operator_api.kubeconfig, server=wire.url)
+        node = world.kubelets.node(0)
+        try:
+            await world.kubelets.make_node(0)
+            async with looking(world, kube) as view:
+
+                async def says(condition: dict[str, str]) -> None:
+                    await world.kubelets.say(0, condition)
+
+                    def is_told() -> bool:
+                        told = view.nodes.get(node)
+                        return told is not None and (told.not_ready_time is None) is (condition is READY)
+
+                    await until("it is told", is_told)
+
+                await says(SILENT)
+                assert not view.is_ready(node), "the API server was there all the time: nobody waits"
+                await says(READY)
+                wire.cut()
+                await until("the API server is missed", lambda: view.nodes.failed_seconds() < 60)
+                wire.mend()
+                await says(SILENT)
+                assert view.is_ready(node)
+                await says(READY)
+                assert view.is_ready(node)
+                monkeypatch.setattr(clusterview, "_DOUBT_SECONDS", 0.1)
+                await says(SILENT)
+                await until("it is believed", lambda: not view.is_ready(node))
+        finally:
+            await kube.close()
+
+    play_behind_a_wire(operator_api, scenario)
+
+
+@pytest.mark.parametrize(("ago", "is_believed"), [(0.0, False), (100.0, True)], ids=["just now", "before that"])
+def test_operator_that_begins_gives_a_node_that_was_just_called_silent_time_to_speak(
+    operator_api: KubernetesClient, ago: float, is_believed: bool
+) -> None:
+    async def scenario(world: World, wire: Wire) -> None:
+        node = world.kubelets.node(0)
+        await world.kubelets.make_node(0)
+        since = time_text(time.time() - ago).partition(".")[0] + "Z"
+        condition = {**SILENT, "lastTransitionTime": since, "lastHeartbeatTime": since}
+        await world.kube.patch(f"/api/v1/nodes/{node}/status", {"status": {"conditions": [condition]}})
+        async with looking(world, world.kube) as view:
+            told = view.nodes.get(node)
+            assert told is not None
+            assert told.not_ready_time is not None
+            assert view.is_ready(node) is not is_believed
+
+    play_behind_a_wire(operator_api, scenario)
+
+
+def play_behind_a_wire(api: KubernetesClient, scenario: Callable[[World, Wire], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World.open(api.kubeconfig) as world:
+            url = urlsplit(str(world.kube._api.configuration.host))
+            assert url.hostname is not None
+            async with Wire(url.hostname, url.port or 443).laid() as wire:
+                await asyncio.wait_for(scenario(world, wire), 100)
+
+    run_to_end(run())

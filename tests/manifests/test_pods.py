@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from stepfast.errors import SpecError
 from stepfast.step import JobKey
@@ -108,6 +109,16 @@ def test_variables_in_the_pod() -> None:
 def test_node_0_alone_hosts_the_rendezvous(index: int, is_host: str) -> None:
     container = ours(pod_of(spec_of(trainer={"numNodes": 2}), index)["spec"])
     assert is_host in str(values(container)["PET_RDZV_CONF"]).split(",")
+
+
+def test_launcher_whose_clock_is_off_by_hours_is_no_dead_one_to_the_others() -> None:
+    """Torch counts heartbeats by the nodes' clocks, and a launcher in vain at the exit barrier those that it counts."""
+    container = ours(pod_of(spec_of(trainer={"numNodes": 2}), 0)["spec"])
+    configuration = dict(one.split("=") for one in str(values(container)["PET_RDZV_CONF"]).split(","))
+    parameters = RendezvousParameters("c10d", "here", "run", 2, 2, local_addr=None, **configuration)
+    interval = parameters.get_as_int("keep_alive_interval", 5)
+    assert interval is not None
+    assert interval * int(configuration["keep_alive_max_attempt"]) > 24 * 3600
 
 
 def test_variables_win_in_order_template_trainer_stepfast() -> None:

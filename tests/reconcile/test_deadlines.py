@@ -26,6 +26,20 @@ def test_hung_gang_is_killed_and_restarted(make_world: MakeWorld) -> None:
     assert len(world.launches) == 2
 
 
+def test_step_that_its_agent_may_keep_to_itself_for_a_while_is_waited_for(make_world: MakeWorld) -> None:
+    world = make_world(progressPolicy={"progressDeadlineSeconds": 10})
+    world.untold_seconds = 30.0  # behind an API server that is slow
+    world.start()
+    world.make_step(5)
+    world.settle()
+    world.advance(35)
+    world.settle()
+    assert len(world.launches) == 1
+    world.advance(6)
+    world.relaunched()
+    assert world.status.last_failure.reason is Cause.HANG_DETECTED
+
+
 def test_hang_is_only_said_when_the_policy_says_notify(make_world: MakeWorld) -> None:
     world = make_world(progressPolicy={"progressDeadlineSeconds": 30, "action": "Notify"})
     world.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -52,6 +53,7 @@ class Reflector(Generic[K, V]):
         self._version = ""  # to watch from; empty: list first
         self._told_version = 0  # what came before it was told; grows only
         self._heard = time.monotonic()
+        self._failed = -math.inf
         self.synced = asyncio.Event()
 
     def get(self, key: K) -> V | None:
@@ -64,6 +66,10 @@ class Reflector(Generic[K, V]):
     def age_seconds(self) -> float:
         """How long ago the API server last said anything about this kind."""
         return time.monotonic() - self._heard
+
+    def failed_seconds(self) -> float:
+        """How long ago the API server did not answer, or refused; infinite when it always did."""
+        return time.monotonic() - self._failed
 
     def take(self, document: JSON) -> None:
         """An object as a request of ours returned it, ahead of the watch.
@@ -98,6 +104,7 @@ class Reflector(Generic[K, V]):
                 await _not_before(begin + _SHORTEST_WATCH_SECONDS)
             except KubeError as error:
                 failures += 1
+                self._failed = time.monotonic()
                 wait = min(_LONGEST_PAUSE_SECONDS, 0.2 * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)
                 log.warning("%s is looked at again in %.1f s: %s", self.path, wait, error)
                 await asyncio.sleep(wait)

@@ -5,8 +5,10 @@ what is done about it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from stepfast.kube import Kube
@@ -27,6 +29,10 @@ from stepfast_operator.podview import (
     report_of,
 )
 
+# When the API server was away, its controllers may say that nodes are silent before their kubelets, which tried all the
+# time, reach it again: every ten seconds.
+_AFTER_OUTAGE_SECONDS = 60.0
+_DOUBT_SECONDS = 20.0
 _AGENTS = "app.kubernetes.io/name=stepfast,app.kubernetes.io/component=sidecar"
 
 
@@ -60,6 +66,7 @@ class ClusterView:
         # A node that is lost takes many others along: nothing walks over all jobs then.
         self._pods_by_node: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)  # the jobs' uids
         self._nodes_by_job: dict[JobKey, set[str]] = defaultdict(set)
+        self._doubted: dict[str, asyncio.TimerHandle] = {}  # nodes that may not be as silent as they are said to be
         self.leaving = set[str]()  # nodes that the cloud is about to take away
         self._agents_by_node: dict[str, dict[str, AgentView]] = defaultdict(dict)
         selector = f"{labels.MANAGED_BY}={labels.OPERATOR},{labels.JOB_UID}"
@@ -130,11 +137,14 @@ class ClusterView:
         return self.pods[namespace if namespace in self.pods else ""]
 
     def node(self, name: str) -> NodeView | None:
-        return self.nodes.get(name)
+        """The node as it is, as far as that is beyond doubt: one that was said to be silent just after the API server
+        was away counts as ready until its kubelet has had time to speak.
+        """
+        view = self.nodes.get(name)
+        return replace(view, not_ready_time=None) if view is not None and name in self._doubted else view
 
     def is_ready(self, node: str) -> bool:
-        view = self.nodes.get(node)
-        return view is not None and view.not_ready_time is None
+        return _is_ready(self.node(node))
 
     def reports_of(self, job: JobKey) -> list[NodeReport]:
         """The reports that tell of the job, by node."""
@@ -171,10 +181,31 @@ class ClusterView:
 
     def _on_node(self, old: NodeView | None, new: NodeView | None) -> None:
         name = (new or old).name  # type: ignore[union-attr] # one of them is there
-        if _health(old) == _health(new):
+        if old is None or _is_ready(old) != _is_ready(new):
+            self._doubt(name, old, new)
+        if _health(old) != _health(new):
+            self._wake(name)
+
+    def _doubt(self, name: str, old: NodeView | None, new: NodeView | None) -> None:
+        """Begins it, or ends it: the kubelet has spoken."""
+        if (doubted := self._doubted.pop(name, None)) is not None:
+            doubted.cancel()
+        if new is None or _is_ready(new):
             return
-        self._wake_those_on(name)
-        self._wake_reported(name)
+        # An operator that begins may have been away with the API server.
+        is_news = old is None and time.time() - (new.not_ready_time or 0.0) < _DOUBT_SECONDS
+        if is_news or self.nodes.failed_seconds() < _AFTER_OUTAGE_SECONDS:
+            loop = asyncio.get_running_loop()
+            self._doubted[name] = loop.call_later(_DOUBT_SECONDS, self._believe, name)
+
+    def _believe(self, name: str) -> None:
+        """The node is still silent."""
+        del self._doubted[name]
+        self._wake(name)
+
+    def _wake(self, node: str) -> None:
+        self._wake_those_on(node)
+        self._wake_reported(node)
 
     def _wake_those_on(self, node: str) -> None:
         """The jobs with pods there."""
@@ -226,6 +257,10 @@ class ClusterView:
                 agents.pop(view.pod, None)
         for node in {view.node for view in (old, new) if view is not None and view.node is not None}:
             self._wake_reported(node)
+
+
+def _is_ready(node: NodeView | None) -> bool:
+    return node is not None and node.not_ready_time is None
 
 
 def _health(node: NodeView | None) -> object:

@@ -23,6 +23,7 @@ API_VERSION = "stepfast.dev/v1alpha1"
 RENDEZVOUS_PORT = 29400
 _DRIVER = "csi.stepfast.dev"
 _VOLUME = "stepfast"
+_HEARTBEATS = 1_000_000  # missed ones, every 5 s: two months
 _MOUNT = "/run/stepfast"
 _GPUS = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/i915")
 _SPOT = "kubernetes.azure.com/scalesetpriority"
@@ -196,6 +197,16 @@ def hostname(attempt: int, index: int) -> str:
     return f"a{attempt}-n{index:05d}"
 
 
+def _rendezvous_configuration(*, is_host: bool) -> str:
+    """`is_host` is said rather than guessed: a name that is not published yet would make node 0 wait for itself.
+
+    No launcher counts another as dead because its heartbeats look old, as they do (torch compares times of two nodes)
+    when a clock is off by more than 15 s: it would wait in vain for minutes when the gang ends. Who is dead the
+    operator knows.
+    """
+    return f"is_host={'true' if is_host else 'false'},keep_alive_max_attempt={_HEARTBEATS}"
+
+
 def environment(
     owner: Owner, spec: TrainingSpec, launch: LaunchGang, index: int, *, storage_uri: str
 ) -> dict[str, str]:
@@ -211,8 +222,7 @@ def environment(
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": f"{first}:{RENDEZVOUS_PORT}",
         "PET_RDZV_ID": launch.run,
-        # Said rather than guessed: a name that is not published yet would make node 0 wait for itself.
-        "PET_RDZV_CONF": f"is_host={'true' if index == 0 else 'false'}",
+        "PET_RDZV_CONF": _rendezvous_configuration(is_host=index == 0),
         "PET_LOCAL_ADDR": own,
         "PET_MAX_RESTARTS": str(in_place),
         "PET_MONITOR_INTERVAL": "0.1",

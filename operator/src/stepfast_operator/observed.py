@@ -228,9 +228,9 @@ class Observed:
     `began_time` is when this operator (this `stepfast run`) began to look: what was due before it nobody could do.
     `command` names the command that asks for `resumeFromStep`, unlike any before it; None when the manifest does.
     `anatomy` is the prediction that the manifest carries, as it is written there; `room` what it is compared with,
-    when `policies.memory.is_due`. `idle_seconds` is how often a gang is looked at in which nothing happens and
-    for which nothing is due. `nodes` are those that the gang may run on; None on one machine, while a gang runs that is
-    not to grow, and where nothing depends on them.
+    when `policies.memory.is_due`. `idle_seconds` is how often a gang is looked at in which nothing happens and for
+    which nothing is due, `untold_seconds` how long an agent may keep a step of it to itself. `nodes` are those that the
+    gang may run on; None on one machine, while a gang runs that is not to grow, and where nothing depends on them.
     `committed` is None until a decision asked to read it; `storage_error` says in a line why reading failed, and
     `is_storage_forbidden` that waiting will not mend it. `generation` is the manifest's, None on one machine.
     """
@@ -242,6 +242,7 @@ class Observed:
     status: Status
     intent: Intent = Intent.RUN
     idle_seconds: float = IDLE_SECONDS
+    untold_seconds: float = 0.0
     gang: Gang | None = None
     live_runs: frozenset[str] = frozenset()
     agent: AgentState = AgentState.ELSEWHERE

@@ -128,7 +128,7 @@ class NodeReport:
     what it may take for slots; None while it does not say. `notice`: that the cloud is about to take the node away.
     `gangs`: what it was told of those that mirror their steps; `mirror_address`: where other agents reach it, if it
     takes part in that. Times are by the API server's clock; `clock_ahead_seconds`: how far the node's is ahead of it
-    (negative: behind).
+    (negative: behind). `progress_seconds`: how long it may keep a step to itself.
     """
 
     node: str
@@ -141,6 +141,7 @@ class NodeReport:
     gangs: tuple[Mapping[str, JSON], ...] = ()
     mirror_address: str | None = None
     clock_ahead_seconds: float = 0.0
+    progress_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,20 +248,20 @@ def report_of(document: JSON) -> NodeReport:
         told = from_document({"node": metadata["name"], "memory": {"limitBytes": 0, "usedBytes": 0}, **status})
         ahead = _clock_ahead_seconds(told, metadata)
         told = by_another_clock(told, ahead) if ahead else told
-        jobs, limit, notice, address = told.jobs, told.memory_limit_bytes, told.notice, told.mirror_address
     except (KeyError, TypeError, ValueError, SpecError):
-        jobs, limit, notice, address, ahead = (), 0, None, None, 0.0
+        told, ahead = NodeStatus(node=metadata["name"], memory_limit_bytes=0, memory_used_bytes=0, jobs=()), 0.0
     return NodeReport(
         node=metadata["name"],
         generation=int(metadata.get("generation") or 0),
         observed_generation=int(status.get("observedGeneration") or 0),
         requests=tuple(dict(request) for request in spec.get("requests") or ()),
-        jobs=jobs,
-        memory_limit_bytes=limit or None,
-        notice=notice,
+        jobs=told.jobs,
+        memory_limit_bytes=told.memory_limit_bytes or None,
+        notice=told.notice,
         gangs=tuple(dict(gang) for gang in spec.get("gangs") or ()),
-        mirror_address=address,
+        mirror_address=told.mirror_address,
         clock_ahead_seconds=ahead,
+        progress_seconds=told.progress_seconds or 0.0,
     )
 
 

@@ -182,6 +182,7 @@ class CheckpointNodeWriter:
         self._written: tuple[object, ...] | None = None  # what was told last, and of which object
         self._written_time = 0.0  # by the event loop's clock
         self._answer_seconds = 0.0  # that the API server takes, as of the last writes
+        self._progress_seconds = _COALESCE_SECONDS  # as was told in the last one
         self._since = time.time()
         self._failures: dict[Work, int] = {}  # in a row
 
@@ -291,7 +292,7 @@ class CheckpointNodeWriter:
             return  # `_take` wakes
         status = self._source.status()
         is_news = (self._seen, news_of(status)) != self._written
-        wait_seconds = self._written_time + self._pause_seconds(status, is_news) - now
+        wait_seconds = self._written_time + (_GAP_SECONDS if is_news else self._progress_seconds) - now
         if wait_seconds > 0:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
@@ -306,16 +307,13 @@ class CheckpointNodeWriter:
             raise
         self._succeeded(Work.WRITE)
 
-    def _pause_seconds(self, status: NodeStatus, is_news: bool) -> float:
-        """After the last write."""
-        return _GAP_SECONDS if is_news else progress_seconds(status, self._answer_seconds)
-
     async def _patch(self, api: Api, *, is_ready: bool, reason: str, message: str) -> None:
         status, seen = self._source.status(), self._seen
         if seen is None:
             return
+        self._progress_seconds = progress_seconds(status, self._answer_seconds)
         document = status_document(
-            replace(status, written_time=time.time()),
+            replace(status, written_time=time.time(), progress_seconds=round(self._progress_seconds, 3)),
             generation=seen[1],
             is_ready=is_ready,
             since=self._since,

@@ -161,7 +161,8 @@ class Commits:
     def _committed(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
         run.flow.committed(step)
         run.awaited.discard(step)
-        run.count_commit(step, answer["time"], answer["size"])
+        # By this node's clock, as all that it tells: the manifest of another has its time by another clock.
+        run.count_commit(step, answer["time"] if run.leads(step) else time.time(), answer["size"])
         self._metrics.committed()
         if answer["run"] != run.flow.run:
             run.push(Unreferable(steps=(step,)))  # first: the rank asks what it may refer to at any moment

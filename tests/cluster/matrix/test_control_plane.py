@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 
-from testcluster.cluster import Cluster
 from testcluster.waiting import lasting, wait_until
 from testjobs.account import COMMITTED, Account, check_ledger
 from testjobs.job import Job
-
-
-@contextmanager
-def without_api_server(cluster: Cluster) -> Iterator[None]:
-    cluster.control_plane.stop_api_server()
-    try:
-        yield
-    finally:
-        cluster.control_plane.restart_api_server()
-
-
-@contextmanager
-def without_etcd(cluster: Cluster) -> Iterator[None]:
-    cluster.control_plane.stop_etcd()
-    try:
-        yield
-    finally:
-        cluster.control_plane.restart_etcd()
 
 
 def wait_for_stored(job: Job, step: int) -> None:
@@ -46,7 +26,7 @@ def wait_for_stored(job: Job, step: int) -> None:
 def test_api_server_stopped(job: Callable[..., Job], account: Account, seconds: int, pace: float) -> None:
     training = job("--pace", str(pace))
     committed = training.wait_for_commit(COMMITTED)["checkpoint"]["latestPersistedStep"]
-    with without_api_server(training.cluster):
+    with training.cluster.control_plane.without_api_server():
         with lasting(seconds):
             wait_for_stored(training, committed + 30)
         stored = max(training.commits()[1])
@@ -59,7 +39,7 @@ def test_api_server_stopped_and_a_rank_killed_meanwhile(job: Callable[..., Job],
     training = job()
     training.wait_for_commit(COMMITTED)
     node = training.node_of(1)
-    with without_api_server(training.cluster), lasting(30):
+    with training.cluster.control_plane.without_api_server(), lasting(30):
         training.signal_rank_on(node, "KILL")
     status = account.check_end(training, restarts=None)
     assert {recovery["cause"] for recovery in status["recoveries"]} <= {"RankFailed", "NodeLost"}
@@ -68,7 +48,7 @@ def test_api_server_stopped_and_a_rank_killed_meanwhile(job: Callable[..., Job],
 def test_etcd_restarted(job: Callable[..., Job], account: Account) -> None:
     training = job("--pace", "0.1")
     committed = training.wait_for_commit(COMMITTED)["checkpoint"]["latestPersistedStep"]
-    with without_etcd(training.cluster), lasting(5):
+    with training.cluster.control_plane.without_etcd(), lasting(5):
         wait_for_stored(training, committed + 10)
     account.check_end(training, restarts=0)
 
@@ -78,6 +58,6 @@ def test_etcd_restarted_while_the_gang_is(job: Callable[..., Job], account: Acco
     training.wait_for_commit(COMMITTED)
     training.signal_rank("KILL")
     training.wait("the gang starts again", lambda status: "launchedTime" in (status.get("recoveries") or [{}])[-1])
-    with without_etcd(training.cluster), lasting(5):
+    with training.cluster.control_plane.without_etcd(), lasting(5):
         pass
     check_ledger(account.check_end(training), "RankFailed", counted=True)

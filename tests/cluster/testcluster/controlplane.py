@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +142,26 @@ class ApiServer(KubernetesClient):
         self._start_api_server()
         wait_until("the API server is ready again", self._is_ready, seconds=READY_SECONDS)
 
-    def stop_etcd(self) -> None:
-        """In order; the API server stays, and answers with errors."""
-        self.claim.kill("etcd", number=signal.SIGTERM)
+    @contextmanager
+    def without_api_server(self) -> Iterator[None]:
+        """It is not there while the context lasts."""
+        self.stop_api_server()
+        try:
+            yield
+        finally:
+            self.restart_api_server()
 
-    def restart_etcd(self) -> None:
-        """Starts it once more, after its end, with its data. Returns when the API server answers from it."""
-        self._start_etcd()
-        wait_until("the API server is ready again", self._is_ready, seconds=READY_SECONDS)
+    @contextmanager
+    def without_etcd(self) -> Iterator[None]:
+        """It has ended in order while the context lasts, and then starts with its data; the API server stays, and
+        answers with errors meanwhile.
+        """
+        self.claim.kill("etcd", number=signal.SIGTERM)
+        try:
+            yield
+        finally:
+            self._start_etcd()
+            wait_until("the API server is ready again", self._is_ready, seconds=READY_SECONDS)
 
     def _is_ready(self) -> bool:
         if not self.claim.is_alive("kube-apiserver"):

@@ -77,27 +77,27 @@ class Fleet:
 
     async def _serve(self, node: str) -> None:
         """One agent: writes what it knows when that changed, or when progress is due."""
-        idle = NodeStatus(node=node, memory_limit_bytes=0, memory_used_bytes=0, jobs=[])
-        answer_seconds, first = 0.0, progress_seconds(idle)
-        await asyncio.sleep(first * self._nodes.index(node) / len(self._nodes))  # nodes did not start together
+        answer_seconds, seconds = 0.0, progress_seconds(self._status(node))
+        await asyncio.sleep(seconds * self._nodes.index(node) / len(self._nodes))  # nodes did not start together
         while True:
-            has_news = await _is_set_within(self._has_news[node], progress_seconds(idle, answer_seconds))
+            has_news = await _is_set_within(self._has_news[node], seconds)
             if has_news or (self.is_training and self._ranks[node]):
                 self._has_news[node].clear()
                 async with self._gate:
-                    begin = time.monotonic()
-                    await self._write(node)
+                    begin, status = time.monotonic(), self._status(node)
+                    seconds = progress_seconds(status, answer_seconds)
+                    await self._write(replace(status, progress_seconds=seconds))
                     answer_seconds = (answer_seconds + time.monotonic() - begin) / 2
             await asyncio.sleep(_GAP_SECONDS)
 
-    async def _write(self, node: str) -> None:
-        report = self.reports.get(node)
-        status = to_document(
-            NodeStatus(node=node, memory_limit_bytes=1 << 36, memory_used_bytes=1 << 30, jobs=self._jobs(node))
-        )
+    def _status(self, node: str) -> NodeStatus:
+        return NodeStatus(node=node, memory_limit_bytes=1 << 36, memory_used_bytes=1 << 30, jobs=self._jobs(node))
+
+    async def _write(self, told: NodeStatus) -> None:
+        report, status = self.reports.get(told.node), to_document(told)
         del status["node"]
         status["observedGeneration"] = report.generation if report is not None else 1
-        await self._kube.patch(f"{_API}/{node}/status", {"status": status})
+        await self._kube.patch(f"{_API}/{told.node}/status", {"status": status})
         self.writes += 1
 
     def _jobs(self, node: str) -> list[JobStatus]:

@@ -96,7 +96,9 @@ class EvictionNotice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """Everything the agent has to say. `written_time`: when it said so, by the node's clock, as all times are."""
+    """Everything the agent has to say. `written_time`: when it said so, by the node's clock, as all times are.
+    `progress_seconds`: after how long at most it tells of a step that is made from then on.
+    """
 
     node: str
     memory_limit_bytes: int
@@ -105,6 +107,7 @@ class NodeStatus:
     notice: EvictionNotice | None = None
     mirror_address: str | None = None  # where other agents reach this one; None: it takes no mirrors
     written_time: float | None = None
+    progress_seconds: float | None = None
 
     def job(self, job: JobKey, run: str) -> JobStatus | None:
         """The status of that run, if the agent knows it."""
@@ -138,6 +141,7 @@ def to_document(status: NodeStatus) -> dict[str, Any]:
         **notice,
         **({"mirrorAddress": status.mirror_address} if status.mirror_address is not None else {}),
         **({"writtenTime": format_time(status.written_time)} if status.written_time is not None else {}),
+        **({"progressSeconds": status.progress_seconds} if status.progress_seconds is not None else {}),
     }
 
 
@@ -152,6 +156,7 @@ def from_document(document: Mapping[str, Any]) -> NodeStatus:
         jobs=tuple(_job_from(job) for job in document["jobs"]),
         mirror_address=document.get("mirrorAddress"),
         written_time=None if written is None else parse_time(written),
+        progress_seconds=document.get("progressSeconds"),
     )
 
 

@@ -75,6 +75,7 @@ class FakeBackend:
         self.is_commit_held = False  # parts are written, manifests are not
         self.final: dict[str, int] = {}
         self.launches: list[LaunchGang] = []
+        self.untold_seconds = 0.0
         self.saved: Status | None = None
         self.is_deleted = False
         self.total_steps: int | None = None
@@ -219,6 +220,7 @@ class FakeBackend:
             intent=self.intent,
             gang=self._gang_of(gang) if gang is not None else None,
             live_runs=frozenset(run for run, gang in self.gangs.items() if gang.lives),
+            untold_seconds=self.untold_seconds,
             agent=self.agent,
             reports=reports,
             dead_ranks=dead_ranks_of("node-0", reports),

@@ -147,6 +147,7 @@ class KubernetesBackend:
             nodes=self._sight.candidates(status, gang),
             spares=self._spares.view(self._owner),
             idle_seconds=max(IDLE_SECONDS, self.pace.progress_seconds),
+            untold_seconds=self._sight.untold_seconds(),
             queue=await self._groups.view(self._owner, self._job.spec.pod_group_policy, status.attempt, pods, now),
         )
 

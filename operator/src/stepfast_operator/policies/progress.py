@@ -39,8 +39,12 @@ def last_progress_time(observed: Observed, attempt: Attempt) -> float | None:
 
 
 def hang_left_seconds(observed: Observed, attempt: Attempt) -> float | None:
-    """Seconds until the gang counts as hung (negative: it does); None when that cannot be said."""
+    """Seconds until the gang counts as hung (negative: it does); None when that cannot be said.
+
+    A step that nobody has told of yet may have been made in time.
+    """
     last = last_progress_time(observed, attempt)
     if last is None:
         return None
-    return last + observed.spec.progress_policy.progress_deadline_seconds - observed.now
+    patience = observed.spec.progress_policy.progress_deadline_seconds + observed.untold_seconds
+    return last + patience - observed.now
