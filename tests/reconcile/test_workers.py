@@ -283,6 +283,16 @@ def test_pod_of_a_lost_node_is_lost(pod: JSON, node: NodeView | None, message: s
     assert (failure.cause, failure.message) == (Cause.NODE_LOST, message)
 
 
+def test_pod_that_was_placed_on_a_node_after_that_was_called_silent_is_not_lost_with_it() -> None:
+    """After an outage of the API server a node may be called silent that is not: gang after gang would be lost."""
+    silent = NodeView(name="node-a", not_ready_time=NOW - 3601, ready_message="NodeStatusUnknown: no word")
+    [worker] = workers_of(
+        [view(pod_json(phase="Running", containerStatuses=[container(running={})]))], 1, lambda name: silent, now=NOW,
+        is_stopping=False,
+    )  # fmt: skip
+    assert (worker.phase, worker.failure) == (RUNNING, None)
+
+
 @pytest.mark.parametrize("pod", [GONE_WELL, pod_json(phase="Succeeded")], ids=["with its status", "without"])
 def test_pod_that_succeeded_is_not_lost_with_its_node(pod: JSON) -> None:
     assert worker_of(pod, None).failure is None

@@ -137,6 +137,8 @@ def _lost(pod: PodView, node: NodeView | None, now: float) -> Failure | None:
     if node is None:
         return _failure(pod, Cause.NODE_LOST, now, message=f"node {pod.node} is gone")
     since = node.not_ready_time or now
+    if since < pod.created_time:
+        return None  # it was placed there all the same: if it does not run in time, that is another failure
     return _failure(pod, Cause.NODE_LOST, since, message=f"node {pod.node} is not ready ({node.ready_message})")
 
 

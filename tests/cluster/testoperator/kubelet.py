@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -56,7 +57,7 @@ class Kubelets:
 
     async def say(self, index: int, condition: Mapping[str, str]) -> None:
         """What the node's Ready condition says from now on."""
-        now = time_text(asyncio.get_running_loop().time()).partition(".")[0] + "Z"
+        now = time_text(time.time()).partition(".")[0] + "Z"
         full = {**condition, "lastTransitionTime": now, "lastHeartbeatTime": now}
         await self._kube.patch(f"/api/v1/nodes/{self.node(index)}/status", {"status": {"conditions": [full]}})
 
