@@ -158,6 +158,11 @@ class ClusterView:
         report = self.reports.get(node) if node is not None else None
         return report.clock_ahead_seconds if report is not None else 0.0
 
+    def progress_seconds(self, node: str) -> float:
+        """How long that node's agent may keep a step to itself."""
+        report = self.reports.get(node)
+        return report.progress_seconds if report is not None else 0.0
+
     def has_ready_agent(self, node: str) -> bool:
         return any(agent.is_ready for agent in self._agents_by_node.get(node, {}).values())
 

@@ -261,7 +261,7 @@ class JobLoop:
                 raise  # not the job's fault
             await self._refuse(error)
             return 0.0
-        self._metrics.reconciled(time.perf_counter() - begin - backend.take_waited_seconds())
+        self._metrics.reconciled(time.perf_counter() - begin - turn.waited_seconds)
         self.status = seen.after
         self._tell(seen)
         if job.is_deleted and self.is_over and not backend.is_alive:

@@ -46,10 +46,12 @@ _LAUNCHES = (Lane.RELAUNCH, Lane.LAUNCH)
 
 
 class Turn:
-    """One look at one job: asked for when it is made, had while its context lasts or until `end`."""
+    """One look at one job: asked for when it is made, had while its context lasts or until `end`. `waited_seconds`: how
+    much of it was waiting for pods to end.
+    """
 
     def __init__(self, turns: Turns | None = None, lane: Lane = Lane.URGENT) -> None:
-        self.lane = lane
+        self.lane, self.waited_seconds = lane, 0.0
         self._turns, self._begun, self._begin = turns, asyncio.Event(), 0.0
 
     def hurry(self) -> None:

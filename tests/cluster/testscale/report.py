@@ -16,7 +16,7 @@ STRETCHES = {
     "large restart": "one pod of that gang fails, until all ranks of the next attempt have joined",
     "create": "all jobs are made at once, until every rank of every job has joined and the jobs' status says Running",
     "quiet": "no pod changes and no agent has anything to tell",
-    "train": "every rank of every job makes two steps a second, of which its agent tells every 5 s",
+    "train": "every rank of every job makes two steps a second, of which its agent tells now and then",
     "fail": "the same, while a pod of one job after another fails, until these jobs run again",
     "restart": "the operator was killed (SIGKILL), a pod failed meanwhile, and the operator is started again",
 }

@@ -81,7 +81,6 @@ class KubernetesBackend:
         self._cluster, self._kube, self._view, self._lease = cluster, cluster.kube, cluster.view, cluster.lease
         self.changed = asyncio.Event()  # set by whoever sees a change of what is observed here
         self.turn = Turn()  # of the look that is under way
-        self._waited_seconds = 0.0
         self.take(job)
         self._asked: dict[str, int] = {}  # by node: the generation from which on its report takes in what was asked
         self._asked_to_end: dict[str, int | None] = {}  # pods, by uid, and the grace that they were given
@@ -109,11 +108,6 @@ class KubernetesBackend:
         """Whether the launch of that run was begun."""
         launched = self._launched()
         return launched is not None and launched.run == run
-
-    def take_waited_seconds(self) -> float:
-        """For how long kubelets were waited for since this was asked last: until pods ended that were told to."""
-        waited, self._waited_seconds = self._waited_seconds, 0.0
-        return waited
 
     async def observe(self, status: Status) -> Observed:
         now = self._cluster.clock()
@@ -147,7 +141,7 @@ class KubernetesBackend:
             nodes=self._sight.candidates(status, gang),
             spares=self._spares.view(self._owner),
             idle_seconds=max(IDLE_SECONDS, self.pace.progress_seconds),
-            untold_seconds=self._sight.untold_seconds(),
+            untold_seconds=max((self._view.progress_seconds(node) for node, _ in told), default=0.0),
             queue=await self._groups.view(self._owner, self._job.spec.pod_group_policy, status.attempt, pods, now),
         )
 
@@ -199,7 +193,7 @@ class KubernetesBackend:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):  # `wait_for` may swallow a cancellation
                     await self.changed.wait()
-            self._waited_seconds += time.perf_counter() - begin
+            self.turn.waited_seconds += time.perf_counter() - begin
 
     async def start_agent(self) -> None:
         """Nothing: the DaemonSet does."""

@@ -65,10 +65,6 @@ class Sight:
         told = [(report.node, status) for report in reports for status in report.jobs]
         return [(node, status) for node, status in told if status.job == job.job and is_run_of(status.run, job.uid)]
 
-    def untold_seconds(self) -> float:
-        """How long an agent that tells of the job may keep a step to itself."""
-        return max((report.progress_seconds for report in self._view.reports_of(self._job.job)), default=0.0)
-
     def holders(self, run: str) -> set[str]:
         """The nodes whose agents tell of the run, however often it was restarted in place."""
         return {node for node, status in self.told() if split_run(status.run)[0] == run}
