@@ -33,6 +33,23 @@ def test_restarts_steps_lost_and_phases_of_recoveries_are_counted(make_world: Ma
     assert sample("stepfast_hangs_total") == 0
 
 
+def test_a_newer_step_than_was_known_when_it_was_planned_takes_nothing_back(make_world: MakeWorld) -> None:
+    """Who commits as the gang dies, tells of it too late; a counter cannot go down."""
+    world = make_world()
+    world.start(staged=3)
+    world.persist("uid-1")
+    world.make_step(5)
+    world.settle()
+    world.fail()
+    world.relaunched()
+    assert world.status.steps_lost == 2
+    assert counted(world)("stepfast_steps_lost_total") == 0
+    world.join(restored_step=4)
+    world.settle()
+    assert world.status.steps_lost == 1
+    assert counted(world)("stepfast_steps_lost_total") == 1
+
+
 def test_hang_is_counted_once_whatever_follows_from_it(make_world: MakeWorld) -> None:
     for action in ("RestartJob", "Notify"):
         world = make_world(progressPolicy={"progressDeadlineSeconds": 60, "action": action})

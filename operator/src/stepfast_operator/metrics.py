@@ -93,8 +93,7 @@ class Metrics:
         if after.restarts > before.restarts and after.recoveries:
             last = after.recoveries[-1]
             self._restarts.labels(cause=str(last.cause), counted=str(last.counted).lower()).inc()
-        if after.steps_lost > before.steps_lost:
-            self._steps_lost.inc(after.steps_lost - before.steps_lost)
+        self._steps_lost.inc(max(0, _steps_surely_lost(after) - _steps_surely_lost(before)))
         self._hangs.inc(_has_hung(before, after))
         self._observe_recovery(before.recoveries, after.recoveries)
 
@@ -108,6 +107,17 @@ class Metrics:
             return
         for phase in phases_of(last):
             self._recovery.labels(phase=phase.name).observe(phase.seconds)
+
+
+def _steps_surely_lost(status: Status) -> int:
+    """Without those of an attempt that has not gone on yet: its ranks may restore a newer step than was known when it
+    was planned, and a counter takes nothing back.
+    """
+    current = status.current
+    if current is None or current.in_place_restarts > 0:
+        return status.steps_lost
+    has_gone_on = current.restored_time is not None or current.first_step_time is not None
+    return status.steps_lost if has_gone_on else status.steps_lost - current.steps_lost
 
 
 def _has_hung(before: Status, after: Status) -> bool:
