@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,10 +33,12 @@ SECONDS = float(os.environ.get("STEPFAST_SOAK_SECONDS", "7200"))
 JOBS = int(os.environ.get("STEPFAST_SOAK_JOBS", "10"))
 SEED = int(os.environ.get("STEPFAST_SOAK_SEED", str(random.SystemRandom().randrange(10**6))))
 FAULT_SECONDS = 60.0
-LOOK_SECONDS = 30.0
+LOOK_SECONDS = 5.0  # at the jobs
+SAMPLE_SECONDS = 30.0  # of what the operator and the agents take
+PACE = "1.0"  # seconds a step: a job takes some seven minutes, so that most of the time is spent on training
 END_SECONDS = 1800.0  # for the last jobs
 REPORT = Path(__file__).parents[2] / "docs" / "soak.md"
-POLICY = {
+POLICY: dict[str, Any] = {
     "failurePolicy": {"maxRestarts": 1000, "maxRestartsWithoutProgress": 1000, "podDeletionGraceSeconds": 5,
                       "backoff": {"baseSeconds": 0}},
     "nodeExclusionPolicy": {"maxExcludedNodes": 0},
@@ -75,15 +77,11 @@ class Soak:
         while len(self.running) < JOBS:
             self.submitted += 1
             name = f"soak-{self.submitted}"
-            self.running[name] = self.team.submit(name, "--pace", "0.5", **POLICY)
+            self.running[name] = self.team.submit(name, "--pace", PACE, **POLICY)
 
     def look(self) -> None:
         """At every job: a committed step never goes back, and one that is over ended as it should have."""
-        for name, job in list(self.running.items()):
-            try:
-                status = job.status()
-            except CommandFailed:
-                return  # no API server: at the next look
+        for name, status in self._statuses().items():
             step = status.get("checkpoint", {}).get("latestPersistedStep", 0)
             if step < self.persisted.get(name, 0):
                 self.violations.append(
@@ -91,9 +89,19 @@ class Soak:
                 )
             self.persisted[name] = max(step, self.persisted.get(name, 0))
             if "terminalState" in status:
-                self._settle(name, job, status)
+                self._settle(name, status)
 
-    def _settle(self, name: str, job: Job, status: Mapping[str, Any]) -> None:
+    def _statuses(self) -> dict[str, Mapping[str, Any]]:
+        """By job; of none while there is no API server."""
+        try:
+            found = self.team.cluster.get("trainingjobs", "-n", self.team.namespace)["items"]
+        except CommandFailed:
+            return {}
+        statuses = {one["metadata"]["name"]: one.get("status", {}) for one in found}
+        return {name: statuses[name] for name in self.running if name in statuses}
+
+    def _settle(self, name: str, status: Mapping[str, Any]) -> None:
+        job = self.running.pop(name)
         if status["terminalState"] != "Complete" or status["checkpoint"]["latestPersistedStep"] != STEPS:
             self.violations.append(f"{name} ended as {status['terminalState']}: {job.story()[-3:]}")
         elif job.digests() != self.undisturbed:
@@ -107,8 +115,7 @@ class Soak:
                 self.violations.append(f"{name}: went on from step {found}, and {newest} was committed")
         self.restarts += status["restarts"]
         self.steps_lost += status.get("stepsLost", 0)
-        self.team.cluster.kubectl("delete", "trainingjob", name, "-n", self.team.namespace, "--timeout=300s")
-        del self.running[name]
+        self.team.cluster.kubectl("delete", "trainingjob", name, "-n", self.team.namespace, "--wait=false")
 
     # ---- faults
 
@@ -134,9 +141,9 @@ class Soak:
 
     def _to_a_gang(self, disturb: Callable[[Job, int], None]) -> None:
         """To one that trains, in its present attempt."""
-        seen = [(job, job.status()) for job in self.running.values()]
-        job, status = self.chance.choice([one for one in seen if one[1].get("state") == "Running"])
-        disturb(job, status["attempt"])
+        training = {name: status for name, status in self._statuses().items() if status.get("state") == "Running"}
+        name = self.chance.choice(sorted(training))
+        disturb(self.running[name], training[name]["attempt"])
 
     def _node(self) -> str:
         """But for the first: its agent is to live long enough to be seen to leak."""
@@ -147,7 +154,7 @@ class Soak:
         with lasting(30):
             node.kill()
         node.start()
-        wait_until(f"{node.name} is back", node.is_ready, seconds=180)
+        wait_until(f"{node.name} is back", node.is_ready, seconds=600)
 
     def _stop_api_server(self) -> None:
         with self.release.cluster.control_plane.without_api_server(), lasting(10):
@@ -167,17 +174,18 @@ class Soak:
     def check_what_is_left(self, before: Mapping[str, int]) -> None:
         """When all jobs are gone, nothing of them is left, on no node and in no namespace."""
 
-        def are_slots_free() -> bool:
-            return not any(held_bytes(self.release).values())
+        def left() -> list[str]:
+            now = objects_of(self.release, self.team.namespace)
+            more = {kind: number - before.get(kind, 0) for kind, number in now.items() if kind != "Event"}
+            held = {node: number for node, number in held_bytes(self.release).items() if number}
+            return [
+                *(f"{number} objects are left: {kind}" for kind, number in more.items() if number > 0),
+                *(f"the agent on {node} holds {number} bytes for jobs that are gone" for node, number in held.items()),
+            ]
 
-        try:
-            wait_until("no agent holds anything", are_slots_free, seconds=300, every_seconds=2)
-        except TimeoutError:
-            self.violations.append(f"agents hold memory for jobs that are gone: {held_bytes(self.release)}")
-        for kind, number in objects_of(self.release, self.team.namespace).items():
-            if kind != "Event" and number > before.get(kind, 0):
-                self.violations.append(f"{number - before.get(kind, 0)} objects are left: {kind}")
-        self.violations += growths(self.samples)
+        with suppress(TimeoutError):
+            wait_until("nothing is left", lambda: not left(), seconds=300, every_seconds=2)
+        self.violations += [*left(), *growths(self.samples)]
 
 
 @pytest.mark.timeout(0)
@@ -189,25 +197,34 @@ def test_soak(
     soak = Soak(team=team, release=release, azurite=cluster_azurite, undisturbed=undisturbed, chance=chance)
     team.cluster.kubectl("delete", "trainingjob", "undisturbed", "-n", team.namespace, "--timeout=120s")
     before = objects_of(release, team.namespace)
-    faults_due, looks_due = FAULT_SECONDS, 0.0
-    with ExitStack() as report:
-        report.callback(lambda: REPORT.write_text(describe(soak)))
-        while soak.running or soak.seconds < SECONDS:
-            if soak.seconds < SECONDS:
-                soak.fill()
-            if soak.seconds > SECONDS + END_SECONDS:
-                soak.violations.append(f"not over {END_SECONDS:.0f} s after the last fault: {', '.join(soak.running)}")
-                break
-            soak.look()
-            if soak.seconds >= looks_due:
-                looks_due += LOOK_SECONDS
-                soak.samples += usages(release)
-            if faults_due <= soak.seconds < SECONDS:
-                faults_due += FAULT_SECONDS
-                soak.disturb()
-            threading.Event().wait(1.0)
+    try:
+        _run(soak)
         soak.check_what_is_left(before)
+    except BaseException as error:
+        soak.violations.append(f"ended early: {error!r}")
+        raise
+    finally:
+        REPORT.write_text(describe(soak))
     assert soak.violations == []
+
+
+def _run(soak: Soak) -> None:
+    """Until the last job has ended."""
+    faults_due, samples_due = FAULT_SECONDS, 0.0
+    while soak.running or soak.seconds < SECONDS:
+        if soak.seconds < SECONDS:
+            soak.fill()
+        if soak.seconds > SECONDS + END_SECONDS:
+            soak.violations.append(f"not over {END_SECONDS:.0f} s after the last fault: {', '.join(soak.running)}")
+            return
+        soak.look()
+        if soak.seconds >= samples_due:
+            samples_due += SAMPLE_SECONDS
+            soak.samples += usages(soak.release)
+        if faults_due <= soak.seconds < SECONDS:
+            faults_due += FAULT_SECONDS
+            soak.disturb()
+        threading.Event().wait(LOOK_SECONDS)
 
 
 def describe(soak: Soak) -> str:
