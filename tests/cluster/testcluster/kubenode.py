@@ -153,11 +153,13 @@ class Node:
         Raises:
             NodeDown: the node was killed, or has ended by itself.
         """
-        first = self._first_process_id()
-        if first is None:
-            raise NodeDown(f"{self.name} does not run\n{self._last_words()}")
+        first = self._running_process_id()
         inside = ["nsenter", "--target", str(first), "--mount", "--uts", "--ipc", "--pid", "--net", "--wd=/"]
         return run_or_raise(*inside, *command)
+
+    def proc(self) -> Path:
+        """The node's own /proc, with the numbers that its processes have there. Raises NodeDown."""
+        return Path(f"/proc/{self._running_process_id()}/root/proc")
 
     def _last_words(self) -> str:
         """The ends of its logs: where tests run unattended, the logs themselves are gone with the machine."""
@@ -173,6 +175,12 @@ class Node:
             return None
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         return int(children[0]) if children else None
+
+    def _running_process_id(self) -> int:
+        first = self._first_process_id()
+        if first is None:
+            raise NodeDown(f"{self.name} does not run\n{self._last_words()}")
+        return first
 
     def _first_process(self) -> int | None:
         pid = self._first_process_id()

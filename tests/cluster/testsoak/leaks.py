@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from testcluster.waiting import CommandFailed
+from testcluster.kubenode import Node
 from testjobs.release import Release
 
-_MARGIN = {"memory_bytes": 24 << 20, "files": 12, "sockets": 12}  # beside a quarter of what it was
+_MARGIN = {"memory_bytes": 12 << 20, "files": 12, "sockets": 12}  # beside 15 % of what it was
+LEAST_SAMPLES = 9  # of one life, to tell whether it grows
 _KINDS = "pods,services,trainingjobs,configmaps,secrets,leases,events"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Of one container's processes. `started`: which life of the container it is."""
+    """Of one container's processes."""
 
     component: str
-    started: str
+    started: str  # which life of the component it is
     memory_bytes: int  # resident
     files: int
     sockets: int
@@ -30,73 +31,93 @@ class Usage:
 def usages(release: Release) -> Iterator[Usage]:
     """Of the operator and of every agent that runs now."""
     for pod in release.pods("operator", "sidecar"):
+        node = release.cluster.nodes[pod["spec"]["nodeName"]]
+        component = "operator" if "operator" in pod["metadata"]["name"] else f"agent on {node.name}"
         for container in pod["status"].get("containerStatuses") or ():
-            running = container["state"].get("running")
-            process = _process_of(release, pod, container) if running is not None else None
-            if process is None:
-                continue
-            component = "operator" if "operator" in pod["metadata"]["name"] else f"agent on {pod['spec']['nodeName']}"
-            yield _usage(
-                f"{component}: {container['name']}", f"{pod['metadata']['uid']}{running['startedAt']}", process
-            )
+            first = _process_of(node, container) if "running" in container["state"] else None
+            if first is not None:
+                found = usage_of(
+                    node.proc(), first, component=f"{component}: {container['name']}", started=container["containerID"]
+                )
+                yield from () if found is None else (found,)
 
 
-def _process_of(release: Release, pod: Mapping[str, Any], container: Mapping[str, Any]) -> int | None:
-    """The container's first process, as this machine numbers it."""
-    node = release.cluster.nodes[pod["spec"]["nodeName"]]
+def _process_of(node: Node, container: Mapping[str, Any]) -> int | None:
+    """The container's first process, as the node numbers it."""
     identity = container["containerID"].removeprefix("containerd://")
     socket = str(node.folder / "containerd.sock")
-    try:
-        listed = node.run("ctr", "--address", socket, "--namespace", "k8s.io", "tasks", "list")
-    except CommandFailed:
-        return None  # the node was lost just now
+    listed = node.run("ctr", "--address", socket, "--namespace", "k8s.io", "tasks", "list")
     rows = (line.split() for line in listed.splitlines()[1:])
     return next((int(row[1]) for row in rows if row and row[0] == identity), None)
 
 
-def _usage(component: str, started: str, first: int) -> Usage:
+def usage_of(proc: Path, first: int, *, component: str, started: str) -> Usage | None:
+    """Of that process and all that it has started, as `proc` shows them; None: it has ended meanwhile."""
     memory = files = sockets = 0
-    for process in _tree(first):
+    for process in _tree(proc, first):
         try:
-            memory += int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            targets = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
+            memory += int((proc / f"{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            targets = [os.readlink(link) for link in (proc / f"{process}/fd").iterdir()]
         except OSError:
             continue  # it ended meanwhile
         files += len(targets)
         sockets += sum(target.startswith("socket:") for target in targets)
+    if not memory:
+        return None
     return Usage(component=component, started=started, memory_bytes=memory, files=files, sockets=sockets)
 
 
-def _tree(first: int) -> Iterator[int]:
+def _tree(proc: Path, first: int) -> Iterator[int]:
     yield first
     try:
-        children = [path.read_text() for path in Path(f"/proc/{first}/task").glob("*/children")]
+        children = [path.read_text() for path in (proc / f"{first}/task").glob("*/children")]
     except OSError:
         return
     for child in " ".join(children).split():
-        yield from _tree(int(child))
+        yield from _tree(proc, int(child))
 
 
-def growths(samples: Sequence[Usage]) -> Iterator[str]:
-    """What has grown beyond its margin in the longest life of each component: the median of the last third of the
-    samples beside that of the first. A life that is too short to tell says nothing.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """Of the longest life of a component: medians of the first third of its samples and of the last."""
+
+    component: str
+    samples: int
+    first: Usage
+    last: Usage
+
+
+def trends(samples: Sequence[Usage]) -> list[Trend]:
+    """Of each component that was seen, by name."""
     lives: dict[tuple[str, str], list[Usage]] = {}
     for sample in samples:
         lives.setdefault((sample.component, sample.started), []).append(sample)
     longest: dict[str, list[Usage]] = {}
     for (component, _), life in lives.items():
         longest[component] = max(longest.get(component, []), life, key=len)
+    found = []
     for component, life in sorted(longest.items()):
-        third = len(life) // 3
-        if third < 3:
+        third = max(1, len(life) // 3)
+        first, last = _median(life[:third]), _median(life[-third:])
+        found.append(Trend(component=component, samples=len(life), first=first, last=last))
+    return found
+
+
+def _median(part: Sequence[Usage]) -> Usage:
+    taken: dict[str, Any] = {what: int(statistics.median(getattr(one, what) for one in part)) for what in _MARGIN}
+    return replace(part[0], **taken)
+
+
+def growths(trends: Iterable[Trend]) -> Iterator[str]:
+    """What has grown beyond its margin. What did not live long enough to tell is told, too."""
+    for trend in trends:
+        if trend.samples < LEAST_SAMPLES:
+            yield f"{trend.component}: only {trend.samples} samples of its longest life"
             continue
         for what, margin in _MARGIN.items():
-            first, last = (
-                statistics.median(getattr(one, what) for one in part) for part in (life[:third], life[-third:])
-            )
-            if last > 1.25 * first + margin:
-                yield f"{component}: {what} grew from {first:.0f} to {last:.0f} in {len(life)} samples"
+            first, last = getattr(trend.first, what), getattr(trend.last, what)
+            if last > 1.15 * first + margin:
+                yield f"{trend.component}: {what} grew from {first} to {last} in {trend.samples} samples"
 
 
 def objects_of(release: Release, namespace: str) -> dict[str, int]:
