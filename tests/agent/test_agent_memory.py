@@ -244,6 +244,25 @@ def test_rank_that_dies_while_its_slots_are_made_leaves_no_slot_behind(new_agent
     assert agent.used_bytes() <= limit
 
 
+def test_process_ends_long_before_the_memory_and_is_there_again_for_whoever_comes_back(
+    new_agent: Callable[..., Any], ranks: Any
+) -> None:
+    agent = new_agent("--idle-timeout", "15")
+    rank = agent.join()
+    rank.save(1)
+    rank.wait_committed(1)
+    [living] = agent.persisters().values()
+    rank.close()
+    ranks.eventually(lambda: not agent.persisters(), "nobody needs it")
+    assert len(agent.slot_files()) == 3
+    again = agent.join(run="uid1-1")
+    again.save(2)
+    again.wait_committed(2)
+    assert again.client.steps() == (1, 2)
+    assert living not in agent.persisters().values()
+    assert "died" not in agent.log
+
+
 def test_job_that_nobody_runs_any_more_leaves_neither_memory_nor_a_process(
     new_agent: Callable[..., Any], ranks: Any
 ) -> None:
@@ -256,7 +275,7 @@ def test_job_that_nobody_runs_any_more_leaves_neither_memory_nor_a_process(
     other.wait_committed(1)
     rank.close()
     ranks.eventually(lambda: list(agent.persisters()) == ["default/other"], "its persister ends")
-    assert [path.parts[-3] for path in agent.slot_files()] == ["other"] * 3
+    ranks.eventually(lambda: [path.parts[-3] for path in agent.slot_files()] == ["other"] * 3, "its memory is free")
     again = agent.join(run="uid1-1")
     again.save(2)
     again.wait_committed(2)

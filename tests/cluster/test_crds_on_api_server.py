@@ -191,6 +191,13 @@ def test_a_status_with_every_field_is_kept_whole(api: Api) -> None:
     answer = api.report(api.create(LEAST), status)
     assert answer.status == 200, answer.message
     assert answer.body["status"] == status
+    assert fields_of_status(answer.body) == {"f:status": {}}
+
+
+def fields_of_status(document: Any) -> Any:
+    """Who wrote what, which the API server works out and keeps at every write: one field will do for one writer."""
+    [entry] = (one for one in document["metadata"]["managedFields"] if one.get("subresource") == "status")
+    return entry["fieldsV1"]
 
 
 def test_the_least_status_is_accepted(api: Api) -> None:
@@ -200,7 +207,7 @@ def test_the_least_status_is_accepted(api: Api) -> None:
 
 def test_a_checkpoint_node_has_two_writers(api: Api, request: pytest.FixtureRequest) -> None:
     name = f"node-{uuid.uuid4().hex[:8]}"
-    node = {"apiVersion": API_VERSION, "kind": "CheckpointNode", "metadata": {"name": name}}
+    node = {"apiVersion": API_VERSION, "kind": "CheckpointNode", "metadata": {"name": name, "labels": {"a": "b"}}}
     created = api.send("POST", api.nodes(), node, fieldValidation="Strict")
     assert created.status == 201, created.message
     request.addfinalizer(lambda: api.send("DELETE", api.nodes(name)))
@@ -208,6 +215,7 @@ def test_a_checkpoint_node_has_two_writers(api: Api, request: pytest.FixtureRequ
     written = api.send("PUT", api.nodes(name, "status"), {**created.body, "status": status}, fieldValidation="Strict")
     assert written.status == 200, written.message
     assert written.body["status"] == status
+    assert fields_of_status(written.body) == {"f:status": {}}
     reached = {mark(path) for path, _, _ in places(status, NODE["status"])}
     assert set(marks(NODE["status"])) == reached - {"jobs.[].ranks.[].metrics.loss"}  # named by the user
     asked = {"requests": [{"namespace": "a", "name": "b", "run": "u-1", "action": word} for word in ("Flush", "Save")]}

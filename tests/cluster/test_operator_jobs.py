@@ -287,16 +287,7 @@ def test_gang_that_could_not_be_made_whole_is_ended_with_its_job(operator_api: K
     """A quota lets half of the pods pass: the half that was made is nobody's once the job is deleted or suspended."""
 
     async def scenario(world: World, operation: Operation) -> None:
-        quota = {
-            "apiVersion": "v1",
-            "kind": "ResourceQuota",
-            "metadata": {"name": "q"},
-            "spec": {"hard": {"pods": "1"}},
-        }
-        path = f"/api/v1/namespaces/{world.namespace}/resourcequotas"
-        await world.kube.create(path, quota)
-        used = {"status": {"hard": {"pods": "1"}, "used": {"pods": "0"}}}
-        await world.kube.patch(f"{path}/q/status", used)
+        await world.limit_pods(1)
         job = await world.make_job(trainer={"numNodes": 2})
         await is_told(world, job, "exceeded quota")
 

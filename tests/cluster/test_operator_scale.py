@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from stepfast.kube import Kube
+import pytest
+
+from stepfast.kube import AlreadyExists, Kube
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast.step import JobKey
-from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.record import State
 from stepfast_operator.turns import AGENT_REQUESTS, POD_REQUESTS, TURNS
 from testcluster.controlplane import KubernetesClient
@@ -130,13 +131,7 @@ def test_progress_may_wait_and_news_may_not(operator_api: KubernetesClient) -> N
     async def run() -> None:
         async with World.open(operator_api.kubeconfig) as world:
             at_once, later = list[JobKey](), list[JobKey]()
-            view = ClusterView(
-                world.kube, namespaces=[world.namespace], agent_namespace=world.namespace, wake_uid=lambda uid: None,
-                wake_job=at_once.append, wake_later=later.append,
-            )  # fmt: skip
-            watching = asyncio.create_task(view.run())
-            try:
-                await asyncio.wait_for(view.synced(), 60)
+            async with world.looking(wake_job=at_once.append, wake_later=later.append):
                 job = await world.make_job()
                 for change, heard in (
                     ({"global_step": None, "step_time": None}, at_once),  # the first word of it
@@ -149,9 +144,6 @@ def test_progress_may_wait_and_news_may_not(operator_api: KubernetesClient) -> N
                     await world.report(0, reported(job.job, job.uid, **change))
                     await until(f"{change} is told", lambda: at_once or later)
                     assert heard == [job.job]
-            finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
 
     run_to_end(run())
 
@@ -173,3 +165,32 @@ def looks(operation: Operation) -> float:
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith("stepfast_reconcile_duration_seconds_count")
     )
+
+
+class Slow(Kube):
+    """An API server that takes its time."""
+
+    async def _send(self, method: str, *args: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.1)
+        return await super()._send(method, *args, **options)
+
+
+def test_how_long_changes_take_is_known_and_what_is_read_does_not_count(operator_api: KubernetesClient) -> None:
+    async def run() -> None:
+        async with World.open(operator_api.kubeconfig) as world:
+            slow = await connect(operator_api.kubeconfig, Slow)
+            path = f"/api/v1/namespaces/{world.namespace}/configmaps"
+            try:
+                await slow.get(path)
+                assert slow.change_seconds == 0
+                names = [f"n{number}" for number in range(64)]
+                await asyncio.gather(*(slow.create(path, {"metadata": {"name": name}}) for name in names))
+                assert 0.05 < slow.change_seconds < 10
+                before = slow.change_seconds
+                with pytest.raises(AlreadyExists):
+                    await slow.create(path, {"metadata": {"name": "n0"}})
+                assert slow.change_seconds != before, "a refusal is an answer, too"
+            finally:
+                await slow.close()
+
+    run_to_end(run())

@@ -36,7 +36,8 @@ KEYWORDS = frozenset(
     {"type", "format", "description", "default", "enum", "minimum", "maximum", "minLength", "maxLength", "pattern",
      "minItems", "maxItems", "minProperties", "maxProperties", "required", "properties", "additionalProperties",
      "items", "anyOf", "allOf", "not", "nullable", "x-kubernetes-validations", "x-kubernetes-list-type",
-     "x-kubernetes-list-map-keys", "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields"}
+     "x-kubernetes-map-type", "x-kubernetes-list-map-keys", "x-kubernetes-int-or-string",
+     "x-kubernetes-preserve-unknown-fields"}
 )  # fmt: skip
 RULE_KEYWORDS = frozenset({"rule", "message", "messageExpression", "reason", "fieldPath"})
 

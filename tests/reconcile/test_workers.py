@@ -180,6 +180,20 @@ def test_pod_that_has_not_failed(pod: JSON, phase: WorkerPhase, message: str) ->
             Cause.OOM_KILLED, 137, 3, "killed by SIGSEGV", id="OOMKilled with a report",
         ),
         pytest.param(
+            pod_json(phase="Failed", containerStatuses=[ended(255, "Unknown", "step 20\n")]),
+            Cause.NODE_LOST, None, None, "node node-a was restarted: nobody saw how its containers ended",
+            id="the node was restarted before it counted as lost",
+        ),
+        pytest.param(
+            pod_json(phase="Failed", containerStatuses=[ended(137, "ContainerStatusUnknown")]),
+            Cause.NODE_LOST, None, None, "node node-a was restarted: nobody saw how its containers ended",
+            id="its runtime knows of no container any more",
+        ),
+        pytest.param(
+            pod_json(phase="Failed", containerStatuses=[ended(255, "Unknown", launcher())]),
+            Cause.RANK_FAILED, 139, 3, "killed by SIGSEGV", id="a rank had failed before the node was restarted",
+        ),
+        pytest.param(
             pod_json(phase="Failed", reason="UnexpectedAdmissionError", message="no device left"),
             Cause.WORKER_FAILED, None, None, "UnexpectedAdmissionError: no device left", id="refused by the kubelet",
         ),

@@ -97,6 +97,8 @@ def test_what_decides_is_written_at_once_with_the_progress_that_was_held_back(ch
 def test_the_more_jobs_there_are_the_more_seldom_each_ones_progress_is_written() -> None:
     assert progress_seconds(1) == progress_seconds(50) == PROGRESS_SECONDS
     assert [1000 / progress_seconds(1000), 10_000 / progress_seconds(10_000)] == [25, 25], "writes a second, of all"
+    slow = [1000 / progress_seconds(1000, answer_seconds) for answer_seconds in (0.001, 0.02, 0.04, 3.0)]
+    assert slow == pytest.approx([25, 25, 12.5, 10]), "fewer while the API server is slow, and never none"
     pace = paced()
     pace.progress_seconds = 20.0
     assert not pace.is_due(with_current(newest_step=5)(STATUS), 119.0)

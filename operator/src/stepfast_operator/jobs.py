@@ -98,11 +98,12 @@ class Jobs:
             loop.wake_later()
 
     def _progress_seconds(self) -> float:
-        """How often a job's progress is looked at, by how many jobs make any."""
+        """How often a job's progress is looked at, by how many jobs make any, and by how busy the API server is."""
         now = time.monotonic()
         if now - self._counted_time > _COUNT_SECONDS:
             self._under_way, self._counted_time = sum(not loop.is_over for loop in self._loops.values()), now
-        return progress_seconds(self._under_way)
+        answer_seconds = self._cluster.kube.change_seconds if self._cluster is not None else 0.0
+        return progress_seconds(self._under_way, answer_seconds)
 
     def is_under_way(self, job: JobKey) -> bool:
         """Whether there is such a job, and anything is still to be done for it: also while it is being suspended."""

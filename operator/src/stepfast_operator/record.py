@@ -47,7 +47,7 @@ class Cause(StrEnum):
     OOM_KILLED = "OOMKilled"  # a container went over its memory limit
     POD_DELETED = "PodDeleted"  # by somebody else than the operator
     POD_EVICTED = "PodEvicted"  # preempted, drained, evicted: condition DisruptionTarget
-    NODE_LOST = "NodeLost"  # the pod's node is NotReady or gone
+    NODE_LOST = "NodeLost"  # the pod's node is NotReady or gone, or was restarted
     EVICTION_NOTICE = "EvictionNotice"  # the cloud has announced that it takes a node away
     NODE_UNHEALTHY = "NodeUnhealthy"  # the node has a condition that a rule asks about
     RESIZED = "Resized"  # an elastic gang goes on with another number of nodes

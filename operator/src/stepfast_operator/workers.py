@@ -15,6 +15,8 @@ from stepfast_operator.record import Cause
 
 _DISRUPTIONS = ("DisruptionTarget", "TerminationTarget")  # Kubernetes' word for it, and Kueue's
 _OOM = "OOMKilled"
+# The runtime's word, and the kubelet's, for a container that was gone when they began anew: its node was restarted.
+_GONE_WITH_ITS_NODE = frozenset({"Unknown", "ContainerStatusUnknown"})
 _PHASES = {
     "Pending": WorkerPhase.PENDING,
     "Running": WorkerPhase.RUNNING,
@@ -103,6 +105,9 @@ def _told(pod: PodView, ended: Termination, now: float) -> Failure:
     said = _said(ended)
     rank, code = said.get("rank"), said.get("exitCode")
     is_rank = code != 0 and isinstance(rank, int)
+    if not is_rank and ended.reason in _GONE_WITH_ITS_NODE and pod.deleted_time is None:
+        message = f"node {pod.node} was restarted: nobody saw how its containers ended"
+        return _failure(pod, Cause.NODE_LOST, ended.finished_time or now, reason=ended.reason, message=message)
     cause = Cause.RANK_FAILED if is_rank else Cause.WORKER_FAILED
     if ended.reason == _OOM:
         cause = Cause.OOM_KILLED

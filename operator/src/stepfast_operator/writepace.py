@@ -1,5 +1,6 @@
 """How often a job's status is written: at once whatever a decision depends on, progress alone now and then, and the
-more seldom the more jobs there are: an API server is to bear all of them. Pure: time is an argument.
+more seldom the more jobs there are and the slower the API server is, which is to bear all of them. Pure: time is an
+argument.
 
 An operator that is killed loses no more than the progress of the last moments, which the agents tell again.
 """
@@ -11,12 +12,16 @@ from dataclasses import replace
 from stepfast_operator.record import SavesStatus, Status, TrainerStatus
 
 PROGRESS_SECONDS = 2.0
-_PROGRESS_A_SECOND = 25  # of all jobs
+_LEAST_A_SECOND, _MOST_A_SECOND = 10, 25  # of all jobs
+_UNDER_WAY = 0.5  # requests that tell of progress, on average
 
 
-def progress_seconds(jobs: int) -> float:
-    """How often to look after a job's progress, and to write it down, when there are so many."""
-    return max(PROGRESS_SECONDS, jobs / _PROGRESS_A_SECOND)
+def progress_seconds(jobs: int, answer_seconds: float = 0.0) -> float:
+    """How often to look after a job's progress, and to write it down, when there are so many, and the API server takes
+    so long to answer.
+    """
+    a_second = _UNDER_WAY / answer_seconds if answer_seconds > 0 else _MOST_A_SECOND
+    return max(PROGRESS_SECONDS, jobs / min(_MOST_A_SECOND, max(_LEAST_A_SECOND, a_second)))
 
 
 class WritePace:

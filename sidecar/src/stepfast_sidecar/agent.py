@@ -180,10 +180,14 @@ class Agent:
                 self.rooms[job].flush(run, FlushCause.AGENT_RESTARTED)
 
     async def _let_jobs_go(self) -> None:
-        """A job that nobody has run here for a while, and of which all is persisted, leaves memory and processes."""
+        """A job that nobody has run here for a while, and of which all is persisted, leaves memory and, sooner, its
+        process.
+        """
         quiet: dict[JobKey, float] = {}  # since when
         while True:
-            await asyncio.sleep(min(_LET_GO_POLL_SECONDS, self.config.idle_seconds / 2))
+            await asyncio.sleep(min(_LET_GO_POLL_SECONDS, self.config.idle_seconds / 10))
+            for room in self.rooms.values():
+                room.rest()
             now = time.monotonic()
             quiet = {
                 job: quiet.get(job, now)

@@ -19,6 +19,7 @@ from enum import StrEnum
 from math import isfinite
 from typing import Any, Protocol
 
+from stepfast.answertime import AnswerTime
 from stepfast.errors import AgentError, SpecError
 from stepfast.nodestatus import JobStatus, NodeStatus, RankStatus, format_time, to_document
 from stepfast.step import JobKey, is_run
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 API_VERSION, KIND = "stepfast.dev/v1alpha1", "CheckpointNode"
 _COALESCE_SECONDS = 5.0  # between two writes that tell of progress alone
 _PROGRESS_WRITES_A_SECOND = 500  # of all agents of a gang: more would be a burden for the API server
-_PROGRESS_SHARE = 0.002  # of an agent's time in which the API server is busy with its progress
+_PROGRESS_SHARE = 0.001  # of an agent's time in which the API server is busy with its progress
 _LONGEST_COALESCE_SECONDS = 30.0
 _GAP_SECONDS = 0.2  # between any two writes: a job of tiny steps must not write all day
 _RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -181,7 +182,7 @@ class CheckpointNodeWriter:
         self._waking: asyncio.TimerHandle | None = None
         self._written: tuple[object, ...] | None = None  # what was told last, and of which object
         self._written_time = 0.0  # by the event loop's clock
-        self._answer_seconds = 0.0  # that the API server takes, as of the last writes
+        self._answers = AnswerTime(inertia=2.0)  # of the API server: writes are seconds apart
         self._progress_seconds = _COALESCE_SECONDS  # as was told in the last one
         self._since = time.time()
         self._failures: dict[Work, int] = {}  # in a row
@@ -311,7 +312,7 @@ class CheckpointNodeWriter:
         status, seen = self._source.status(), self._seen
         if seen is None:
             return
-        self._progress_seconds = progress_seconds(status, self._answer_seconds)
+        self._progress_seconds = progress_seconds(status, self._answers.seconds)
         document = status_document(
             replace(status, written_time=time.time(), progress_seconds=round(self._progress_seconds, 3)),
             generation=seen[1],
@@ -324,4 +325,4 @@ class CheckpointNodeWriter:
         await api.patch_status(self._node, document)
         self._written = (seen, news_of(status))
         self._written_time = asyncio.get_running_loop().time()
-        self._answer_seconds = (self._answer_seconds + self._written_time - begin) / 2
+        self._answers.note(self._written_time - begin)

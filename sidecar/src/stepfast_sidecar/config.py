@@ -48,7 +48,7 @@ class Config:
     spool_folder: Path | None = None
     flush_timeout_seconds: float = 120.0
     adopt_seconds: float = 3.0  # how long ranks of an earlier agent have to come back before all is flushed
-    idle_seconds: float = 600.0  # how long a job that nobody runs any more keeps its memory and its persister
+    idle_seconds: float = 600.0  # how long a job that nobody runs any more keeps its memory
     remove_memory: bool = False
     storage_deadline_seconds: float = 30.0  # how long one operation is repeated before its failure is told
     retry_limit_seconds: float = 30.0  # the longest pause between two tries to persist or commit a step
@@ -74,7 +74,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
     parser.add_argument("--adopt-timeout", type=float, default=3.0, metavar="SECONDS", help="for ranks to come back")
     parser.add_argument(
         "--idle-timeout", type=float, default=600.0, metavar="SECONDS",
-        help="how long a job that nobody runs any more keeps its memory and its persister (default: 600)",
+        help="how long a job that nobody runs any more keeps its memory; its process: a fifth of that (default: 600)",
     )  # fmt: skip
     parser.add_argument(
         "--remove-memory",

@@ -1,4 +1,6 @@
-"""The supervisor's end of a job's persister: a child process that is started when needed and again when it dies."""
+"""The supervisor's end of a job's persister: a child process that is started when needed and again when it dies, and
+that ends while nobody needs it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _LINE_LIMIT = 64 * 1024 * 1024
 _RESTART_SECONDS = (0.05, 0.2, 1.0, 5.0)
+_END_SECONDS = 10.0
 _RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -55,6 +59,7 @@ class PersisterProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
+        self._used_time = 0.0  # monotonic
         self._deaths = 0
         self._closed = False
 
@@ -81,6 +86,7 @@ class PersisterProcess:
         request = next(self._ids)
         future: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._pending[request] = future
+        self._used_time = time.monotonic()
         if process.stdin is None:
             raise PersisterLost("the persister has no input")
         process.stdin.write(json.dumps({"id": request, "command": command, "values": values}).encode() + b"\n")
@@ -88,6 +94,7 @@ class PersisterProcess:
             answer = await future
         finally:
             self._pending.pop(request, None)
+            self._used_time = time.monotonic()
         if not answer["ok"]:
             raise RequestFailed(answer["kind"], answer["reason"])
         result: Mapping[str, Any] = answer["values"] or {}
@@ -140,7 +147,7 @@ class PersisterProcess:
                     process.kill()
                     await process.wait()
                     raise PersisterLost("the agent ends")
-                self._process = process
+                self._process, self._used_time = process, time.monotonic()
                 self._reader = asyncio.create_task(self._read(process), name="persister-reader")
                 if environment is not self._environment:  # it changed meanwhile
                     process.kill()
@@ -155,6 +162,8 @@ class PersisterProcess:
             if future is not None and not future.done():
                 future.set_result(answer)
         status = await process.wait()
+        if self._process is not process:
+            return  # it rests
         self._process = None
         if self._closed:
             return
@@ -172,22 +181,36 @@ class PersisterProcess:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def close(self, timeout_seconds: float = 10.0) -> None:
+    async def rest(self, unused_seconds: float) -> None:
+        """Ends the process if nobody has asked it for anything for so long. The next request starts another one."""
+        async with self._starting:
+            process = self._process
+            is_used = bool(self._pending) or time.monotonic() - self._used_time < unused_seconds
+            if process is None or is_used or self._closed:
+                return
+            self._process = None
+            await _end(process)
+
+    async def close(self) -> None:
         """Ends the process in order, after that by force."""
         self._closed = True
         process = self._process
         if process is None:
             return
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await _end(process)
         if self._reader is not None:
             await self._reader
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(PersisterLost("the agent ends"))
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        async with asyncio.timeout(_END_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

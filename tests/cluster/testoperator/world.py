@@ -13,6 +13,7 @@ from typing import Any
 from backendcontract import DictStore
 from stepfast.kube import AlreadyExists, Kube
 from stepfast.nodestatus import JobStatus, NodeStatus, to_document
+from stepfast.step import JobKey
 from stepfast.storage.base import Store
 from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend
 from stepfast_operator.backends.requests import Requests
@@ -118,6 +119,32 @@ class World:
         await self.kube.patch(
             f"{pods}/{name}/status", {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
         )
+
+    async def limit_pods(self, count: int) -> None:
+        """A ResourceQuota, with the status that its controller would give it."""
+        path, limit = f"/api/v1/namespaces/{self.namespace}/resourcequotas", {"pods": str(count)}
+        quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "pods"}, "spec": {"hard": limit}}
+        await self.kube.create(path, quota)
+        await self.kube.patch(f"{path}/pods/status", {"status": {"hard": limit, "used": {"pods": "0"}}})
+
+    @asynccontextmanager
+    async def looking(
+        self, kube: Kube | None = None, *,
+        wake_job: Callable[[JobKey], None] = lambda job: None,
+        wake_later: Callable[[JobKey], None] = lambda job: None,
+    ) -> AsyncIterator[ClusterView]:  # fmt: skip
+        """What an operator sees of the namespace, and nothing that looks after it."""
+        view = ClusterView(
+            kube or self.kube, namespaces=[self.namespace], agent_namespace=self.namespace,
+            wake_uid=lambda uid: None, wake_job=wake_job, wake_later=wake_later,
+        )  # fmt: skip
+        task = asyncio.create_task(view.run())
+        try:
+            await asyncio.wait_for(view.synced(), DEADLINE_SECONDS)
+            yield view
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def operate(
         self, kube: Kube | None = None, *, namespaces: Sequence[str] = (), identity: str = "one",

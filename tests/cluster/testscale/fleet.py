@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from stepfast.answertime import AnswerTime
 from stepfast.kube import Kube
 from stepfast.nodestatus import JobStatus, NodeStatus, RankStatus, SaveStatus, to_document
 from stepfast.step import JobKey
@@ -70,14 +71,17 @@ class Fleet:
         }
         async with self._gate:
             await self._kube.create(f"/api/v1/namespaces/{self._namespace}/pods", pod)
+            uid = (await self._kube.get(f"/api/v1/nodes/{node}"))["metadata"]["uid"]
+            owner = {"apiVersion": "v1", "kind": "Node", "name": node, "uid": uid}
+            metadata = {"name": node, "ownerReferences": [owner]}
             await self._kube.create(
-                _API, {"apiVersion": "stepfast.dev/v1alpha1", "kind": "CheckpointNode", "metadata": {"name": node}}
+                _API, {"apiVersion": "stepfast.dev/v1alpha1", "kind": "CheckpointNode", "metadata": metadata}
             )
         self._has_news[node].set()
 
     async def _serve(self, node: str) -> None:
         """One agent: writes what it knows when that changed, or when progress is due."""
-        answer_seconds, seconds = 0.0, progress_seconds(self._status(node))
+        answers, seconds = AnswerTime(inertia=2.0), progress_seconds(self._status(node))
         await asyncio.sleep(seconds * self._nodes.index(node) / len(self._nodes))  # nodes did not start together
         while True:
             has_news = await _is_set_within(self._has_news[node], seconds)
@@ -85,9 +89,9 @@ class Fleet:
                 self._has_news[node].clear()
                 async with self._gate:
                     begin, status = time.monotonic(), self._status(node)
-                    seconds = progress_seconds(status, answer_seconds)
+                    seconds = progress_seconds(status, answers.seconds)
                     await self._write(replace(status, progress_seconds=seconds))
-                    answer_seconds = (answer_seconds + time.monotonic() - begin) / 2
+                    answers.note(time.monotonic() - begin)
             await asyncio.sleep(_GAP_SECONDS)
 
     def _status(self, node: str) -> NodeStatus:

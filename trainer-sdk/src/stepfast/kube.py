@@ -7,6 +7,7 @@ at. Authentication, its renewal and TLS are the client library's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import aiohttp
 import orjson
 from kubernetes.aio import client, config
 
+from stepfast.answertime import AnswerTime
 from stepfast.errors import StepfastError
 
 # An object has whatever fields the API server gives it.
@@ -95,6 +97,12 @@ class Kube:
 
     def __init__(self, configuration: client.Configuration, patience: Patience) -> None:
         self._api, self._patience = client.ApiClient(configuration), patience
+        self._changes = AnswerTime(inertia=32.0)
+
+    @property
+    def change_seconds(self) -> float:
+        """How long a change takes at present: until it was answered, refused or given up."""
+        return self._changes.seconds
 
     @staticmethod
     async def connect(patience: Patience) -> Kube:
@@ -183,11 +191,17 @@ class Kube:
         patience = self._patience
         seconds = patience.read_seconds if method == "GET" else patience.change_seconds
         timeout = aiohttp.ClientTimeout(total=seconds, connect=patience.connect_seconds)
-        response = await self._send(method, path, query, timeout, body=body, content_type=content_type, accept=accept)
+        begin = time.monotonic()
         try:
+            response = await self._send(
+                method, path, query, timeout, body=body, content_type=content_type, accept=accept
+            )
             return orjson.loads(await response.read())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise KubeUnavailable(f"{method} {path}: {error!r}") from error
+        finally:
+            if method != "GET":
+                self._changes.note(time.monotonic() - begin)
 
     async def _send(
         self,
