@@ -93,6 +93,18 @@ def test_what_matters_is_written(reporting_agent: Callable[..., Any], api: Any, 
     told(lambda job: not job["ranks"][0]["alive"], "it died")
 
 
+def test_job_that_has_left_the_node_is_not_told_of_any_more(
+    reporting_agent: Callable[..., Any], api: Any, ranks: Any
+) -> None:
+    agent = reporting_agent("--idle-timeout", "2")
+    rank = agent.join()
+    rank.save(1)
+    rank.wait_committed(1)
+    rank.close()
+    ranks.eventually(lambda: newest(api).get("memory", {}).get("usedBytes"), "what it holds is told")
+    ranks.eventually(lambda: newest(api)["jobs"] == [] and newest(api)["memory"]["usedBytes"] == 0, "it has left", 30.0)
+
+
 def test_progress_alone_is_written_every_few_seconds(reporting_agent: Callable[..., Any], api: Any, ranks: Any) -> None:
     agent = reporting_agent()
     rank = agent.join()

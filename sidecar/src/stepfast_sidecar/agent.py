@@ -204,6 +204,7 @@ class Agent:
         room = self.rooms.pop(job)
         room.leave()
         self.memory.forget(job)
+        self.changed(False)
         return room
 
     async def _flush_all(self, cause: FlushCause) -> None:
