@@ -27,7 +27,7 @@ from testcluster.firewall import cut
 from testcluster.waiting import CommandFailed, lasting, wait_until
 from testjobs.job import STEPS, Job, Team
 from testjobs.release import Release
-from testsoak.leaks import Usage, growths, held_bytes, objects_of, trends, usages
+from testsoak.leaks import LEAST_SAMPLES, Usage, growths, held_bytes, objects_of, trends, usages
 
 SECONDS = float(os.environ.get("STEPFAST_SOAK_SECONDS", "7200"))
 JOBS = int(os.environ.get("STEPFAST_SOAK_JOBS", "10"))
@@ -250,7 +250,7 @@ def describe(soak: Soak) -> str:
         *verdict, "",
         "## Faults", "", "| fault | times |", "|---|---|", *faults, "",
         "## What they took", "",
-        f"Of the longest life of each container, looked at every {SAMPLE_SECONDS:.0f} s: medians of the first third of",
-        "the samples → the last third.", "",
+        f"Of each container's longest life, once it was warm, looked at every {SAMPLE_SECONDS:.0f} s: medians of the first",
+        f"third of the samples → the last third. Fewer than {LEAST_SAMPLES} samples say nothing.", "",
         "| container | samples | memory, MiB | files | sockets |", "|---|---|---|---|---|", *taken, "",
     ])  # fmt: skip

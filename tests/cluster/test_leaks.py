@@ -8,45 +8,63 @@ import subprocess
 import sys
 from pathlib import Path
 
-from testsoak.leaks import LEAST_SAMPLES, Usage, growths, trends, usage_of
+from testsoak.leaks import LEAST_SAMPLES, WARM_UP_SAMPLES, Usage, growths, trends, usage_of
 
 MIB = 1 << 20
 
 
-def samples(
-    *memory_mib: float, started: str = "first", files: int = 20, sockets: int = 5, component: str = "agent"
-) -> list[Usage]:
+def samples(*memory_mib: float, started: str = "first", component: str = "agent on n1", **counts: int) -> list[Usage]:
+    taken = {"files": 20, "sockets": 5, **counts}
     return [
         Usage(
-            component=component, started=started, memory_bytes=int(each * MIB), files=files, sockets=sockets
+            component=component, started=started, memory_bytes=int(each * MIB), files=taken["files"],
+            sockets=taken["sockets"],
         )
         for each in memory_mib
     ]  # fmt: skip
 
 
+OPERATOR = samples(*[90] * 40, component="operator: operator")
+
+
+def found(*seen: Usage) -> list[str]:
+    return list(growths(trends([*OPERATOR, *seen])))
+
+
 def test_what_goes_up_and_down_is_no_leak() -> None:
-    assert list(growths(trends(samples(*[100, 140, 90] * 20)))) == []
+    assert found(*samples(*[100, 140, 90] * 40)) == []
 
 
 def test_what_goes_up_and_up_is_one() -> None:
-    (found,) = growths(trends(samples(*range(100, 160))))
-    assert found.startswith("agent: memory_bytes grew from ")
+    [growth] = found(*samples(*range(100, 220)))
+    assert growth.startswith("agent on n1: memory_bytes grew from ")
+
+
+def test_an_agent_fills_until_the_first_jobs_have_left_it() -> None:
+    assert found(*samples(*range(100, 130), *[130] * 90)) == []
 
 
 def test_descriptors_are_looked_at_as_well() -> None:
-    seen = [one for number in range(60) for one in samples(100, files=20 + number, sockets=5 + number)]
-    files, sockets = growths(trends(seen))
+    seen = [one for number in range(120) for one in samples(100, files=20 + number, sockets=5 + number)]
+    files, sockets = found(*seen)
     assert "files grew" in files
     assert "sockets grew" in sockets
 
 
 def test_a_component_that_begins_anew_is_not_held_against_its_life_before() -> None:
-    assert list(growths(trends([*samples(*[50] * 20), *samples(*[150] * 20, started="second")]))) == []
+    assert found(*samples(*[50] * 60), *samples(*[150] * 60, started="second")) == []
+
+
+def test_one_that_lives_too_short_says_nothing_beside_one_that_lives_long() -> None:
+    assert found(*samples(*[100] * 60), *samples(*range(40), component="agent on n2")) == []
 
 
 def test_what_was_not_seen_long_enough_is_told() -> None:
-    (found,) = growths(trends(samples(*[100] * (LEAST_SAMPLES - 1))))
-    assert found == f"agent: only {LEAST_SAMPLES - 1} samples of its longest life"
+    warm = WARM_UP_SAMPLES["agent"]
+    assert found(*samples(*[100] * (warm + LEAST_SAMPLES))) == []
+    assert found(*samples(*[100] * (warm + LEAST_SAMPLES - 1))) == [
+        "no agent lived long enough to tell whether it grows"
+    ]
 
 
 def test_children_count_and_so_do_their_sockets() -> None:

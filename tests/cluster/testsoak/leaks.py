@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from testjobs.release import Release
 
 _MARGIN = {"memory_bytes": 12 << 20, "files": 12, "sockets": 12}  # beside 15 % of what it was
 LEAST_SAMPLES = 9  # of one life, to tell whether it grows
+# An agent fills until the first jobs have left it, ten minutes after their end; samples are half a minute apart.
+WARM_UP_SAMPLES = {"agent": 36, "operator": 4}
 _KINDS = "pods,services,trainingjobs,configmaps,secrets,leases,events"
 
 
@@ -79,7 +81,7 @@ def _tree(proc: Path, first: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """Of the longest life of a component: medians of the first third of its samples and of the last."""
+    """Of a component's longest life, once it was warm: medians of the first third of its samples and of the last."""
 
     component: str
     samples: int
@@ -88,7 +90,7 @@ class Trend:
 
 
 def trends(samples: Sequence[Usage]) -> list[Trend]:
-    """Of each component that was seen, by name."""
+    """Of each component that was seen warm, by name."""
     lives: dict[tuple[str, str], list[Usage]] = {}
     for sample in samples:
         lives.setdefault((sample.component, sample.started), []).append(sample)
@@ -96,7 +98,10 @@ def trends(samples: Sequence[Usage]) -> list[Trend]:
     for (component, _), life in lives.items():
         longest[component] = max(longest.get(component, []), life, key=len)
     found = []
-    for component, life in sorted(longest.items()):
+    for component, whole in sorted(longest.items()):
+        life = whole[WARM_UP_SAMPLES[kind_of(component)] :]
+        if not life:
+            continue
         third = max(1, len(life) // 3)
         first, last = _median(life[:third]), _median(life[-third:])
         found.append(Trend(component=component, samples=len(life), first=first, last=last))
@@ -108,12 +113,17 @@ def _median(part: Sequence[Usage]) -> Usage:
     return replace(part[0], **taken)
 
 
-def growths(trends: Iterable[Trend]) -> Iterator[str]:
-    """What has grown beyond its margin. What did not live long enough to tell is told, too."""
-    for trend in trends:
-        if trend.samples < LEAST_SAMPLES:
-            yield f"{trend.component}: only {trend.samples} samples of its longest life"
-            continue
+def kind_of(component: str) -> str:
+    """`agent` or `operator`."""
+    return component.partition(" ")[0].rstrip(":")
+
+
+def growths(trends: Sequence[Trend]) -> Iterator[str]:
+    """What has grown beyond its margin; also when no agent, or no operator, lived long enough to tell."""
+    long = [trend for trend in trends if trend.samples >= LEAST_SAMPLES]
+    for kind in sorted(WARM_UP_SAMPLES.keys() - {kind_of(trend.component) for trend in long}):
+        yield f"no {kind} lived long enough to tell whether it grows"
+    for trend in long:
         for what, margin in _MARGIN.items():
             first, last = getattr(trend.first, what), getattr(trend.last, what)
             if last > 1.15 * first + margin:
