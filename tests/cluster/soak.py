@@ -250,7 +250,7 @@ def describe(soak: Soak) -> str:
         *verdict, "",
         "## Faults", "", "| fault | times |", "|---|---|", *faults, "",
         "## What they took", "",
-        f"Of each container's longest life, once it was warm, looked at every {SAMPLE_SECONDS:.0f} s: medians of the first",
-        f"third of the samples → the last third. Fewer than {LEAST_SAMPLES} samples say nothing.", "",
+        f"Of each container's longest life, once it was warm, looked at every {SAMPLE_SECONDS:.0f} s: medians of the",
+        f"first third of the samples → the last third. Fewer than {LEAST_SAMPLES} samples say nothing.", "",
         "| container | samples | memory, MiB | files | sockets |", "|---|---|---|---|---|", *taken, "",
     ])  # fmt: skip
