@@ -141,9 +141,7 @@ def test_containers_run_with_a_read_only_root_and_without_capabilities(release: 
     for pod in pods:
         node = release.cluster.nodes[pod["spec"]["nodeName"]]
         identity = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
-        listed = node.run(
-            "ctr", "--address", str(node.folder / "containerd.sock"), "--namespace", "k8s.io", "tasks", "ls"
-        )
+        listed = node.containerd("tasks", "ls")
         pid = next(line.split()[1] for line in listed.splitlines() if line.startswith(identity))
         facts = dict(line.split(":", 1) for line in node.run("cat", f"/proc/{pid}/status").splitlines())
         assert {facts[name].strip() for name in ("CapEff", "CapPrm", "CapBnd")} == {"0" * 16}, pod["metadata"]["name"]

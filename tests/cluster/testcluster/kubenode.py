@@ -102,7 +102,7 @@ class Node:
         self._make_network()
         self._make_control_groups()
         self._write_configuration()
-        (self.folder / "containerd.sock").unlink(missing_ok=True)
+        self._socket.unlink(missing_ok=True)
         self._claim.spawn(self.name, [
             "nsenter", f"--net=/run/netns/{self._namespace}",
             "unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc",
@@ -134,14 +134,13 @@ class Node:
 
     def load(self, *archives: Path) -> None:
         """Puts the images of OCI or Docker archives on the node, under the names that they have there."""
-        socket = self.folder / "containerd.sock"
 
         def answers() -> bool:
-            return socket.is_socket() and bool(self.run("ctr", "--address", f"{socket}", "version"))
+            return self._socket.is_socket() and bool(self.containerd("version"))
 
         wait_until(f"{self.name}: containerd answers", answers, seconds=START_SECONDS)
         for archive in archives:
-            self.run("ctr", "--address", f"{socket}", "--namespace", "k8s.io", "images", "import", f"{archive}")
+            self.containerd("images", "import", f"{archive}")
 
     def admit(self) -> None:
         """All images are here: the kubelet may register the node. It stays so over `kill` and `start`."""
@@ -156,6 +155,14 @@ class Node:
         first = self._running_process_id()
         inside = ["nsenter", "--target", str(first), "--mount", "--uts", "--ipc", "--pid", "--net", "--wd=/"]
         return run_or_raise(*inside, *command)
+
+    @property
+    def _socket(self) -> Path:
+        return self.folder / "containerd.sock"
+
+    def containerd(self, *words: str) -> str:
+        """What `ctr` says to that about the kubelet's containers and images."""
+        return self.run("ctr", "--address", str(self._socket), "--namespace", "k8s.io", *words)
 
     def proc(self) -> Path:
         """The node's own /proc, with the numbers that its processes have there. Raises NodeDown."""

@@ -52,8 +52,7 @@ class Release:
         """SIGKILL to its first process, from the node: the kubelet starts it again in the same pod."""
         node = self.cluster.nodes[pod["spec"]["nodeName"]]
         identity = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
-        socket = str(node.folder / "containerd.sock")
-        node.run("ctr", "--address", socket, "--namespace", "k8s.io", "tasks", "kill", "--signal", "SIGKILL", identity)
+        node.containerd("tasks", "kill", "--signal", "SIGKILL", identity)
 
     def wait_until_ready(self) -> None:
         for what in ("deployment/stepfast-operator", "daemonset/stepfast-sidecar"):

@@ -47,9 +47,7 @@ def usages(release: Release) -> Iterator[Usage]:
 def _process_of(node: Node, container: Mapping[str, Any]) -> int | None:
     """The container's first process, as the node numbers it."""
     identity = container["containerID"].removeprefix("containerd://")
-    socket = str(node.folder / "containerd.sock")
-    listed = node.run("ctr", "--address", socket, "--namespace", "k8s.io", "tasks", "list")
-    rows = (line.split() for line in listed.splitlines()[1:])
+    rows = (line.split() for line in node.containerd("tasks", "list").splitlines()[1:])
     return next((int(row[1]) for row in rows if row and row[0] == identity), None)
 
 
