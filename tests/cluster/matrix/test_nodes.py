@@ -98,8 +98,9 @@ def lost(release: Release, name: str) -> Iterator[None]:
 def test_eviction_notice_that_no_pod_gets_a_signal_of(
     job: Callable[..., Job], account: Account, third_node: str, metadata_service: MetadataService
 ) -> None:
-    training = job("--save-every", "1000", failurePolicy={"maxRestarts": 0})
-    training.wait("it trains", lambda status: status.get("trainerStatus", {}).get("globalStep", 0) > COMMITTED)
+    # At a pace at which it is not at its end before it is asked to leave, however long that takes.
+    training = job("--save-every", "1000", "--pace", "0.15", failurePolicy={"maxRestarts": 0})
+    training.wait("it trains", lambda status: "firstStepTime" in status.get("current", {}))
     name = training.node_of(1)
     event = metadata_service.announce("Preempt", name, seconds=60)
     try:
