@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from stepfast.kube import Kube
+from stepfast.kube import ALL_FIELDS, Fields, Kube, Page
 from stepfast_operator.cache import Reflector
 from stepfast_operator.document import JSON
 from testcluster.binaries import Binaries
@@ -31,15 +31,16 @@ Mirror = Reflector[str, str]
 class Counting(Kube):
     """Counts what is asked."""
 
-    gets = watches = 0
+    pages_read = watches = 0
 
-    async def get(self, path: str, **query: str) -> JSON:
-        self.gets += 1
-        return await super().get(path, **query)
+    async def pages(self, path: str, fields: Fields = ALL_FIELDS, **query: str) -> AsyncGenerator[Page, None]:
+        async for page in super().pages(path, fields, **query):
+            self.pages_read += 1
+            yield page
 
-    def watch(self, path: str, *, idle_seconds: float, **query: str) -> Any:
+    def watch(self, path: str, fields: Fields = ALL_FIELDS, *, idle_seconds: float, **query: str) -> Any:
         self.watches += 1
-        return super().watch(path, idle_seconds=idle_seconds, **query)
+        return super().watch(path, fields, idle_seconds=idle_seconds, **query)
 
 
 class Place:
@@ -106,7 +107,7 @@ def test_everything_is_read_in_pages_and_kept_up(api_server: KubernetesClient) -
 
         await asyncio.gather(*map(make, names))
         async with running(place.mirror()) as mirror:
-            assert place.seen.gets == 2, "pages of 500"
+            assert place.seen.pages_read == 2, "pages of 500"
             assert len(list(mirror.values())) == 510
             await place.make("new", "a")
             await place.change("n7", "b")
@@ -132,7 +133,7 @@ def test_silent_connection_is_dropped_and_begun_again(api_server: KubernetesClie
             await until("it is seen on another connection", lambda: mirror.get("a") == "3", seconds=20)
             assert mirror.age_seconds() < 0.5
             assert place.seen.watches >= 2
-            assert place.seen.gets == 1, "history goes on where it stood: nothing is listed again"
+            assert place.seen.pages_read == 1, "history goes on where it stood: nothing is listed again"
 
     play(api_server, scenario)
 
@@ -233,7 +234,7 @@ def test_history_that_was_forgotten_is_listed_anew_and_what_went_meanwhile_is_go
             place.wire.mend()
             await until("the new is seen", lambda: mirror.get("c") == "1")
             assert (mirror.get("a"), mirror.get("b")) == (None, "2")
-            assert place.seen.gets == 2, "listed once more"
+            assert place.seen.pages_read == 2, "listed once more"
 
     play(own_server, scenario)
 
@@ -242,7 +243,7 @@ def test_history_that_is_forgotten_between_two_pages_is_read_from_the_start(
     own_server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(place: Place) -> None:
-        monkeypatch.setattr("stepfast_operator.cache.PAGE", 2)
+        monkeypatch.setattr("stepfast.kube.PAGE", 2)
         for name in ("a", "b", "c", "d", "e"):
             await place.make(name)
         real, pages = place.seen.get, []

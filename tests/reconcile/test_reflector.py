@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from stepfast.kube import Expired, Kube, WatchEvent
+from stepfast.kube import ALL_FIELDS, Expired, Fields, Kube, Page, WatchEvent
 from stepfast_operator.cache import Reflector
 from stepfast_operator.document import JSON
 
@@ -21,10 +21,12 @@ class Refusing(Kube):
     def __init__(self, error: Exception | None = None) -> None:
         self.watches, self._error = 0, error
 
-    async def get(self, path: str, **query: str) -> JSON:
-        return {"items": [], "metadata": {"resourceVersion": "1"}}
+    async def pages(self, path: str, fields: Fields = ALL_FIELDS, **query: str) -> AsyncGenerator[Page, None]:
+        yield Page(items=[], version="1")
 
-    async def watch(self, path: str, *, idle_seconds: float, **query: str) -> AsyncGenerator[WatchEvent, None]:
+    async def watch(
+        self, path: str, fields: Fields = ALL_FIELDS, *, idle_seconds: float, **query: str
+    ) -> AsyncGenerator[WatchEvent, None]:
         self.watches += 1
         if self._error is not None:
             raise self._error
@@ -57,10 +59,12 @@ class Telling(Refusing):
         super().__init__()
         self._events = events
 
-    async def get(self, path: str, **query: str) -> JSON:
-        return {"items": [thing("1")], "metadata": {"resourceVersion": "1"}}
+    async def pages(self, path: str, fields: Fields = ALL_FIELDS, **query: str) -> AsyncGenerator[Page, None]:
+        yield Page(items=[thing("1")], version="1")
 
-    async def watch(self, path: str, *, idle_seconds: float, **query: str) -> AsyncGenerator[WatchEvent, None]:
+    async def watch(
+        self, path: str, fields: Fields = ALL_FIELDS, *, idle_seconds: float, **query: str
+    ) -> AsyncGenerator[WatchEvent, None]:
         for event in self._events:
             yield event
         await asyncio.Event().wait()

@@ -16,12 +16,11 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
-from stepfast.kube import Expired, Kube, KubeError
+from stepfast.kube import ALL_FIELDS, Expired, Fields, Kube, KubeError
 from stepfast_operator.document import JSON
 
 log = logging.getLogger(__name__)
 
-PAGE = 500
 IDLE_SECONDS = 90.0  # the server sends a bookmark about once a minute
 _WATCH_SECONDS = 300
 _SHORTEST_WATCH_SECONDS = 0.5  # what ends watches at once, time after time, is not to be asked without a pause
@@ -33,7 +32,8 @@ V = TypeVar("V")
 class Reflector(Generic[K, V]):
     """A trimmed copy of one kind of objects. `on_change` gets an object's old and new value, either may be None.
 
-    `trim` gives the key and the value of an object, or None for one that is of no interest.
+    `trim` gives the key and the value of an object, or None for one that is of no interest; of its metadata, `uid` and
+    `resourceVersion` are to be among the `fields` that it looks at.
     """
 
     def __init__(
@@ -43,10 +43,11 @@ class Reflector(Generic[K, V]):
         trim: Callable[[JSON], tuple[K, V] | None],
         on_change: Callable[[V | None, V | None], None],
         *,
+        fields: Fields = ALL_FIELDS,
         selector: str = "",
         idle_seconds: float = IDLE_SECONDS,
     ) -> None:
-        self._idle_seconds = idle_seconds
+        self._fields, self._idle_seconds = fields, idle_seconds
         self._kube, self.path, self._trim, self._on_change = kube, path, trim, on_change
         self._query = {"labelSelector": selector} if selector else {}
         self._held: dict[K, tuple[str, V]] = {}  # with the object's uid
@@ -112,30 +113,27 @@ class Reflector(Generic[K, V]):
     async def _list(self) -> None:
         """Takes over what is there."""
         # What a request of ours adds meanwhile may be newer than the list.
-        seen, before = set[K](), set(self._held)
-        query = {**self._query, "limit": str(PAGE)}
-        while True:
-            page = await self._kube.get(self.path, **query)
-            self._heard = time.monotonic()
-            for document in page.get("items") or ():
-                trimmed = self._trim(document)
-                if trimmed is not None:
-                    seen.add(trimmed[0])
-                    self._put(document, trimmed)
-            metadata = page["metadata"]
-            if not metadata.get("continue"):
-                break
-            query["continue"] = metadata["continue"]
+        seen, before, version = set[K](), set(self._held), ""
+        async with aclosing(self._kube.pages(self.path, self._fields, **self._query)) as pages:
+            async for page in pages:
+                self._heard, version = time.monotonic(), page.version
+                for document in page.items:
+                    trimmed = self._trim(document)
+                    if trimmed is not None:
+                        seen.add(trimmed[0])
+                        self._put(document, trimmed)
         for key in before - seen:
             if key in self._held:
                 self._remove(key)
-        self._note_version(str(metadata["resourceVersion"]))
+        self._note_version(version)
         self.synced.set()
 
     async def _follow(self) -> None:
         """Takes in what changes until the server ends the watch."""
         query = {**self._query, "resourceVersion": self._version, "timeoutSeconds": str(_WATCH_SECONDS)}
-        async with aclosing(self._kube.watch(self.path, idle_seconds=self._idle_seconds, **query)) as events:
+        async with aclosing(
+            self._kube.watch(self.path, self._fields, idle_seconds=self._idle_seconds, **query)
+        ) as events:
             async for event in events:
                 self._heard = time.monotonic()
                 self._note_version(str(event.object["metadata"]["resourceVersion"]))

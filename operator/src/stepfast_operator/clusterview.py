@@ -17,6 +17,7 @@ from stepfast.step import JobKey
 from stepfast_operator import labels
 from stepfast_operator.cache import Reflector
 from stepfast_operator.document import JSON
+from stepfast_operator.podfields import NODE_FIELDS, POD_FIELDS, REPORT_FIELDS
 from stepfast_operator.podview import (
     AgentView,
     NodeReport,
@@ -73,16 +74,19 @@ class ClusterView:
         self._agents_by_node: dict[str, dict[str, AgentView]] = defaultdict(dict)
         selector = f"{labels.MANAGED_BY}={labels.OPERATOR},{labels.JOB_UID}"
         self.pods: dict[str, Reflector[tuple[str, str], PodView]] = {
-            namespace: Reflector(kube, path, _keyed_pod, self._on_pod, selector=selector)
+            namespace: Reflector(kube, path, _keyed_pod, self._on_pod, fields=POD_FIELDS, selector=selector)
             for namespace, path in _pod_paths(namespaces).items()
         }
-        self.nodes: Reflector[str, NodeView] = Reflector(kube, "/api/v1/nodes", _keyed_node, self._on_node)
+        self.nodes: Reflector[str, NodeView] = Reflector(
+            kube, "/api/v1/nodes", _keyed_node, self._on_node, fields=NODE_FIELDS
+        )
         self.reports: Reflector[str, NodeReport] = Reflector(
-            kube, "/apis/stepfast.dev/v1alpha1/checkpointnodes", _keyed_report, self._on_report
+            kube, "/apis/stepfast.dev/v1alpha1/checkpointnodes", _keyed_report, self._on_report, fields=REPORT_FIELDS
         )
         self.agents: Reflector[str, AgentView] = Reflector(
-            kube, f"/api/v1/namespaces/{agent_namespace}/pods", _keyed_agent, self._on_agent, selector=_AGENTS
-        )
+            kube, f"/api/v1/namespaces/{agent_namespace}/pods", _keyed_agent, self._on_agent, fields=POD_FIELDS,
+            selector=_AGENTS,
+        )  # fmt: skip
 
     @property
     def _reflectors(self) -> list[_Watched]:

@@ -1,4 +1,7 @@
-"""What a decision sees of a pod, a node and a node's report: trimmed out of the API's JSON. Pure."""
+"""What a decision sees of a pod, a node and a node's report: trimmed out of the API's JSON. Pure.
+
+What is looked at here has to be among what is read (podfields.py).
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ POD_REQUESTS = 40  # of all jobs together
 AGENT_REQUESTS = 20
 PODS_OF_ONE_GANG = 30  # a large one leaves room for others
 
-_FIRST_LAUNCHES, LEAST_LAUNCHES = 4, 2
+_FIRST_LAUNCHES = 4
 QUICK_SECONDS, SLOW_SECONDS = 0.3, 0.6  # of a turn in which a gang is launched: more at a time, or fewer
 
 
@@ -42,7 +42,9 @@ class Lane(Enum):
     PROGRESS = "nothing but progress is due"
 
 
-_LAUNCHES = (Lane.RELAUNCH, Lane.LAUNCH)
+# Never fewer at a time. What is slow may be a webhook rather than the API server itself: a gang that trained before is
+# not to wait for each other one that did.
+LEAST_LAUNCHES = {Lane.RELAUNCH: 2, Lane.LAUNCH: 1}
 
 
 class Turn:
@@ -117,7 +119,7 @@ class Turns:
             self._waiting[turn.lane].remove(turn)
         else:
             self._had[turn.lane] -= 1
-            if turn.lane in _LAUNCHES:
+            if turn.lane in LEAST_LAUNCHES:
                 self._adapt(turn.lane, seconds)
         self._give()
 
@@ -126,7 +128,7 @@ class Turns:
         if seconds < QUICK_SECONDS:
             self._most[lane] = min(TURNS, self._most[lane] + 1)
         elif seconds > SLOW_SECONDS:
-            self._most[lane] = max(LEAST_LAUNCHES, self._most[lane] - 1)
+            self._most[lane] = max(LEAST_LAUNCHES[lane], self._most[lane] - 1)
 
     def _give(self) -> None:
         for lane in Lane:
