@@ -14,7 +14,7 @@ import kopf
 import pytest
 import yaml
 
-from stepfast.kube import Kube
+from stepfast.kube import ALL_FIELDS, Fields, Kube
 from stepfast_operator import clusterview, handlers
 from stepfast_operator.document import time_text
 from stepfast_operator.jobs import Jobs
@@ -34,9 +34,9 @@ class Patient(Kube):
 
     idle_seconds: dict[str, float]
 
-    def watch(self, path: str, *, idle_seconds: float, **query: str) -> Any:
+    def watch(self, path: str, fields: Fields = ALL_FIELDS, /, *, idle_seconds: float, **query: str) -> Any:
         self.idle_seconds[path] = idle_seconds
-        return super().watch(path, idle_seconds=idle_seconds, **query)
+        return super().watch(path, fields, idle_seconds=idle_seconds, **query)
 
 
 @pytest.mark.parametrize("is_namespaced", [False, True], ids=["all namespaces", "one namespace"])

@@ -33,12 +33,12 @@ class Counting(Kube):
 
     pages_read = watches = 0
 
-    async def pages(self, path: str, fields: Fields = ALL_FIELDS, **query: str) -> AsyncGenerator[Page, None]:
+    async def pages(self, path: str, fields: Fields = ALL_FIELDS, /, **query: str) -> AsyncGenerator[Page, None]:
         async for page in super().pages(path, fields, **query):
             self.pages_read += 1
             yield page
 
-    def watch(self, path: str, fields: Fields = ALL_FIELDS, *, idle_seconds: float, **query: str) -> Any:
+    def watch(self, path: str, fields: Fields = ALL_FIELDS, /, *, idle_seconds: float, **query: str) -> Any:
         self.watches += 1
         return super().watch(path, fields, idle_seconds=idle_seconds, **query)
 

@@ -21,11 +21,11 @@ class Refusing(Kube):
     def __init__(self, error: Exception | None = None) -> None:
         self.watches, self._error = 0, error
 
-    async def pages(self, path: str, fields: Fields = ALL_FIELDS, **query: str) -> AsyncGenerator[Page, None]:
+    async def pages(self, path: str, fields: Fields = ALL_FIELDS, /, **query: str) -> AsyncGenerator[Page, None]:
         yield Page(items=[], version="1")
 
     async def watch(
-        self, path: str, fields: Fields = ALL_FIELDS, *, idle_seconds: float, **query: str
+        self, path: str, fields: Fields = ALL_FIELDS, /, *, idle_seconds: float, **query: str
     ) -> AsyncGenerator[WatchEvent, None]:
         self.watches += 1
         if self._error is not None:
@@ -59,11 +59,11 @@ class Telling(Refusing):
         super().__init__()
         self._events = events
 
-    async def pages(self, path: str, fields: Fields = ALL_FIELDS, **query: str) -> AsyncGenerator[Page, None]:
+    async def pages(self, path: str, fields: Fields = ALL_FIELDS, /, **query: str) -> AsyncGenerator[Page, None]:
         yield Page(items=[thing("1")], version="1")
 
     async def watch(
-        self, path: str, fields: Fields = ALL_FIELDS, *, idle_seconds: float, **query: str
+        self, path: str, fields: Fields = ALL_FIELDS, /, *, idle_seconds: float, **query: str
     ) -> AsyncGenerator[WatchEvent, None]:
         for event in self._events:
             yield event

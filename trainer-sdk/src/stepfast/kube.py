@@ -184,7 +184,7 @@ class Kube:
         """An object or a list. Raises KubeError."""
         return await self._request("GET", path, query)
 
-    def pages(self, path: str, fields: Fields = ALL_FIELDS, **query: str) -> AsyncGenerator[Page, None]:
+    def pages(self, path: str, fields: Fields = ALL_FIELDS, /, **query: str) -> AsyncGenerator[Page, None]:
         """All objects of a kind, a page at a time. Raises Expired when that took too long, other KubeErrors."""
         return self._pages(path, fields, query, _JSON)
 
@@ -219,7 +219,7 @@ class Kube:
             await self._request("DELETE", path, {}, body)
 
     async def watch(
-        self, path: str, fields: Fields = ALL_FIELDS, *, idle_seconds: float, **query: str
+        self, path: str, fields: Fields = ALL_FIELDS, /, *, idle_seconds: float, **query: str
     ) -> AsyncGenerator[WatchEvent, None]:
         """What happens from `resourceVersion` on, until the server ends it. Raises Expired; KubeUnavailable also when
         nothing, not even a bookmark, came for so long: a connection may die without a word.
