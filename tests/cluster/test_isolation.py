@@ -140,9 +140,7 @@ def test_containers_run_with_a_read_only_root_and_without_capabilities(release: 
     pods = [release.operator_pod(), *(release.agent_pod(node) for node in release.cluster.nodes)]
     for pod in pods:
         node = release.cluster.nodes[pod["spec"]["nodeName"]]
-        identity = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
-        listed = node.containerd("tasks", "ls")
-        pid = next(line.split()[1] for line in listed.splitlines() if line.startswith(identity))
+        pid = node.container_process(pod["status"]["containerStatuses"][0]["containerID"])
         facts = dict(line.split(":", 1) for line in node.run("cat", f"/proc/{pid}/status").splitlines())
         assert {facts[name].strip() for name in ("CapEff", "CapPrm", "CapBnd")} == {"0" * 16}, pod["metadata"]["name"]
         assert facts["NoNewPrivs"].strip() == "1"

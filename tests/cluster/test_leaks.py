@@ -13,18 +13,20 @@ from testsoak.leaks import LEAST_SAMPLES, WARM_UP_SAMPLES, Usage, growths, trend
 MIB = 1 << 20
 
 
-def samples(*memory_mib: float, started: str = "first", component: str = "agent on n1", **counts: int) -> list[Usage]:
+def samples(
+    *memory_mib: float, started: str = "first", component: str = "agent on n1", kind: str = "agent", **counts: int
+) -> list[Usage]:
     taken = {"files": 20, "sockets": 5, **counts}
     return [
         Usage(
-            component=component, started=started, memory_bytes=int(each * MIB), files=taken["files"],
+            kind=kind, component=component, started=started, memory_bytes=int(each * MIB), files=taken["files"],
             sockets=taken["sockets"],
         )
         for each in memory_mib
     ]  # fmt: skip
 
 
-OPERATOR = samples(*[90] * 40, component="operator: operator")
+OPERATOR = samples(*[90] * 40, component="operator: operator", kind="operator")
 
 
 def found(*seen: Usage) -> list[str]:
@@ -78,10 +80,10 @@ def test_children_count_and_so_do_their_sockets() -> None:
         assert parent.stdout is not None
         parent.stdout.readline()
         alone = int(Path(f"/proc/{parent.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        usage = usage_of(Path("/proc"), parent.pid, component="both", started="now")
+        usage = usage_of(Path("/proc"), parent.pid, kind="agent", component="both", started="now")
         parent.communicate(b"\n")
     assert usage is not None
     assert usage.memory_bytes > 1.5 * alone
     assert usage.sockets == 1  # the child was given none
     assert usage.files >= 7
-    assert usage_of(Path("/proc"), parent.pid, component="both", started="now") is None
+    assert usage_of(Path("/proc"), parent.pid, kind="agent", component="both", started="now") is None

@@ -164,6 +164,12 @@ class Node:
         """What `ctr` says to that about the kubelet's containers and images."""
         return self.run("ctr", "--address", str(self._socket), "--namespace", "k8s.io", *words)
 
+    def container_process(self, container_id: str) -> int | None:
+        """The first process of a running container, as the node numbers it. `container_id`: as in a pod's status."""
+        identity = container_id.removeprefix("containerd://")
+        rows = (line.split() for line in self.containerd("tasks", "list").splitlines()[1:])
+        return next((int(row[1]) for row in rows if row and row[0] == identity), None)
+
     def proc(self) -> Path:
         """The node's own /proc, with the numbers that its processes have there. Raises NodeDown."""
         return Path(f"/proc/{self._running_process_id()}/root/proc")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from testcluster.kubenode import Node
 from testjobs.release import Release
 
 _MARGIN = {"memory_bytes": 12 << 20, "files": 12, "sockets": 12}  # beside 15 % of what it was
@@ -23,7 +22,8 @@ _KINDS = "pods,services,trainingjobs,configmaps,secrets,leases,events"
 class Usage:
     """Of one container's processes."""
 
-    component: str
+    kind: str  # `agent` or `operator`
+    component: str  # which one of these, and which container of it
     started: str  # which life of the component it is
     memory_bytes: int  # resident
     files: int
@@ -34,25 +34,21 @@ def usages(release: Release) -> Iterator[Usage]:
     """Of the operator and of every agent that runs now."""
     for pod in release.pods("operator", "sidecar"):
         node = release.cluster.nodes[pod["spec"]["nodeName"]]
-        component = "operator" if "operator" in pod["metadata"]["name"] else f"agent on {node.name}"
+        kind = "operator" if "operator" in pod["metadata"]["name"] else "agent"
+        component = kind if kind == "operator" else f"{kind} on {node.name}"
         for container in pod["status"].get("containerStatuses") or ():
-            first = _process_of(node, container) if "running" in container["state"] else None
+            identity = container.get("containerID", "")
+            first = node.container_process(identity) if "running" in container["state"] else None
             if first is not None:
-                found = usage_of(
-                    node.proc(), first, component=f"{component}: {container['name']}", started=container["containerID"]
-                )
+                which = {"kind": kind, "component": f"{component}: {container['name']}", "started": identity}
+                found = usage_of(node.proc(), first, **which)
                 yield from () if found is None else (found,)
 
 
-def _process_of(node: Node, container: Mapping[str, Any]) -> int | None:
-    """The container's first process, as the node numbers it."""
-    identity = container["containerID"].removeprefix("containerd://")
-    rows = (line.split() for line in node.containerd("tasks", "list").splitlines()[1:])
-    return next((int(row[1]) for row in rows if row and row[0] == identity), None)
-
-
-def usage_of(proc: Path, first: int, *, component: str, started: str) -> Usage | None:
-    """Of that process and all that it has started, as `proc` shows them; None: it has ended meanwhile."""
+def usage_of(proc: Path, first: int, **which: str) -> Usage | None:
+    """Of that process and all that it has started, as `proc` shows them; None: it has ended meanwhile. `which`: whose
+    they are, as Usage has it.
+    """
     memory = files = sockets = 0
     for process in _tree(proc, first):
         try:
@@ -64,7 +60,7 @@ def usage_of(proc: Path, first: int, *, component: str, started: str) -> Usage |
         sockets += sum(target.startswith("socket:") for target in targets)
     if not memory:
         return None
-    return Usage(component=component, started=started, memory_bytes=memory, files=files, sockets=sockets)
+    return Usage(memory_bytes=memory, files=files, sockets=sockets, **which)
 
 
 def _tree(proc: Path, first: int) -> Iterator[int]:
@@ -97,7 +93,7 @@ def trends(samples: Sequence[Usage]) -> list[Trend]:
         longest[component] = max(longest.get(component, []), life, key=len)
     found = []
     for component, whole in sorted(longest.items()):
-        life = whole[WARM_UP_SAMPLES[kind_of(component)] :]
+        life = whole[WARM_UP_SAMPLES[whole[0].kind] :]
         if not life:
             continue
         third = max(1, len(life) // 3)
@@ -111,15 +107,10 @@ def _median(part: Sequence[Usage]) -> Usage:
     return replace(part[0], **taken)
 
 
-def kind_of(component: str) -> str:
-    """`agent` or `operator`."""
-    return component.partition(" ")[0].rstrip(":")
-
-
 def growths(trends: Sequence[Trend]) -> Iterator[str]:
     """What has grown beyond its margin; also when no agent, or no operator, lived long enough to tell."""
     long = [trend for trend in trends if trend.samples >= LEAST_SAMPLES]
-    for kind in sorted(WARM_UP_SAMPLES.keys() - {kind_of(trend.component) for trend in long}):
+    for kind in sorted(WARM_UP_SAMPLES.keys() - {trend.first.kind for trend in long}):
         yield f"no {kind} lived long enough to tell whether it grows"
     for trend in long:
         for what, margin in _MARGIN.items():
