@@ -447,7 +447,7 @@ class Room:
 
     def rest(self) -> None:
         """Ends the persister while no rank lives that may need it: forty megabytes for each job that was here."""
-        if self.is_idle and not self.is_living:
+        if self.persister.pid is not None and self.is_idle and not self.is_living:
             self._tasks.start(self.persister.rest(self._config.idle_seconds * _PERSISTER_SHARE), "rest")
 
     def leave(self) -> None:
