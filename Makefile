@@ -27,10 +27,9 @@ demo: venv
 	@$(BIN)/stepfast checkpoints list $(DEMO)/checkpoints/local/demo
 	@$(BIN)/stepfast checkpoints verify $(DEMO)/checkpoints/local/demo
 
-# More workers than two processors need, because most of the suite waits; a file's tests stay together, in their order. A
-# thread for each: two that spin for work on a processor that they share take it from each other.
-WORKERS ?= 3
-PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+# Two workers, because most of the suite waits; a file's tests stay together, in their order. A thread for each: two that
+# spin for work on a processor that they share take it from each other.
+PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test: venv
 	$(NICE) $(PYTEST)

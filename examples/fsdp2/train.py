@@ -25,6 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from stepfast.torch.dcp import Sharing, StepfastStorageReader, StepfastStorageWriter, TaggedCheckpoints
 
 BATCH, WIDTH = 48, 32
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class Training:
@@ -33,10 +35,12 @@ class Training:
     def __init__(self, tensor_parallel: int) -> None:
         world_size = dist.get_world_size()
         tensor_size = tensor_parallel if world_size % tensor_parallel == 0 else 1
-        mesh = init_device_mesh("cpu", (world_size // tensor_size, tensor_size), mesh_dim_names=("data", "tensor"))
+        shape = (world_size // tensor_size, tensor_size)
+        mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=("data", "tensor"))
         self.data = mesh["data"]
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, 1)).double()
+        layers = nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, 1)
+        self.model = nn.Sequential(*layers).double().to(DEVICE)
         if tensor_size > 1:
             parallelize_module(self.model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         for module in (self.model[0], self.model[2], self.model):
@@ -76,7 +80,7 @@ class Training:
     def step(self, step: int) -> float:
         """One step of training; the loss over all ranks."""
         data = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        part = data.tensor_split(self.data.size())[self.data.get_local_rank()]
+        part = data.tensor_split(self.data.size())[self.data.get_local_rank()].to(DEVICE)
         # FSDP takes the mean over its ranks: parts of different lengths count for as much as they are.
         loss = (self.model(part) - part.sum(1, keepdim=True).sin()).square().sum() * self.data.size() / BATCH
         self.optimizer.zero_grad()
@@ -94,7 +98,9 @@ class Training:
 
 def main(arguments: argparse.Namespace) -> None:
     """Trains, from the latest committed step on if there is one."""
-    dist.init_process_group("gloo")
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     training = Training(arguments.tensor_parallel)
     begin, losses = training.resume(), {}

@@ -100,8 +100,8 @@ def test_job_that_has_left_the_node_is_not_told_of_any_more(
     rank = agent.join()
     rank.save(1)
     rank.wait_committed(1)
-    rank.close()
     ranks.eventually(lambda: newest(api).get("memory", {}).get("usedBytes"), "what it holds is told")
+    rank.close()
     ranks.eventually(lambda: newest(api)["jobs"] == [] and newest(api)["memory"]["usedBytes"] == 0, "it has left", 30.0)
 
 
@@ -284,6 +284,14 @@ def test_news_are_what_a_decision_may_wait_for(change: JobStatus, is_news: bool)
     assert (news_of(_node(change)) != news_of(_node(STATUS))) is is_news
 
 
+def test_flush_that_is_over_is_news_also_of_a_step_that_is_never_committed() -> None:
+    dead = replace(STATUS, ranks=(replace(RANK, alive=False),), pending_bytes=5)
+    assert news_of(_node(dead)) != news_of(_node(replace(dead, pending_bytes=0)))
+    assert news_of(_node(dead)) == news_of(_node(replace(dead, pending_bytes=3)))
+    living = replace(STATUS, pending_bytes=5)
+    assert news_of(_node(living)) == news_of(_node(replace(living, pending_bytes=0))), "every save would be two writes"
+
+
 def test_requests_that_are_not_understood_are_passed_over() -> None:
     wrong = [{}, {**FLUSH, "run": "../x"}, {**FLUSH, "name": "UPPER"}, {**FLUSH, "action": "Other"}, "text", None]
     assert requests_of({"spec": {"requests": [*wrong, FLUSH]}}) == (
@@ -417,6 +425,60 @@ def test_news_do_not_wait_for_progress_and_take_it_along(
             assert recorder.statuses[-1]["jobs"][0]["latestMemoryStep"] == step
             assert recorder.statuses[-1]["observedGeneration"] == 4
         assert len(recorder.statuses) == 5
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_interval_holds_once_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks for hangs waits no longer than what was told last."""
+    monkeypatch.setattr(checkpointnode, "_COALESCE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpointnode, "_GAP_SECONDS", 0.01)
+    monkeypatch.setattr(checkpointnode, "_RETRY_SECONDS", (0.001,))
+
+    class Refusing(_Recorder):
+        refuses = False
+
+        async def patch_status(self, name: str, status: Any) -> None:
+            if self.refuses:
+                self.refuses = False
+                self.refused.set()
+                raise ApiError("overloaded")
+            await super().patch_status(name, status)
+
+    class Source:
+        told = _node(STATUS)
+
+        def status(self) -> NodeStatus:
+            return self.told
+
+        def carry_out(self, requests: tuple[NodeRequest, ...]) -> None:
+            assert requests == ()
+
+        def take_gangs(self, gangs: object) -> None:
+            """It mirrors none."""
+
+    async def run() -> None:
+        source, api = Source(), Refusing()
+        api.refused = asyncio.Event()
+
+        async def connect() -> Any:
+            return api
+
+        monkeypatch.setattr(checkpointnode, "progress_seconds", lambda status, seconds=0.0: 0.05)
+        writer = CheckpointNodeWriter("n", source, connect)
+        task = asyncio.create_task(writer.run())
+        await api.wait_written()
+        monkeypatch.setattr(checkpointnode, "progress_seconds", lambda status, seconds=0.0: 3600.0)
+        api.refuses = True
+        source.told = _node(replace(STATUS, latest_memory_step=9))
+        writer.changed(False)
+        async with asyncio.timeout(60):
+            await api.refused.wait()
+        writer.changed(False)
+        await api.wait_written()
+        assert api.statuses[-1]["jobs"][0]["latestMemoryStep"] == 9
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

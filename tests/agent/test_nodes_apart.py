@@ -109,3 +109,21 @@ def test_step_that_one_node_persisted_and_another_dropped_as_decided_is_pending_
     other.join(rank=1, world_size=2, node=1).save(3)
     here.wait_committed(3)
     assert 1 not in agent.job().pending_steps
+
+
+def test_agent_that_restarts_knows_when_what_it_holds_was_committed(new_agent: Callable[..., Any], ranks: Any) -> None:
+    """Else a job whose storage has failed for hours would look fresh."""
+    agents = [new_agent(), new_agent()]
+    peers = [agent.join(rank=node, world_size=2, node=node) for node, agent in enumerate(agents)]
+    for peer in peers:
+        peer.save(1)
+    for peer in peers:
+        peer.wait_committed(1)
+    time.sleep(1.5)
+    restarted = time.time()
+    for agent in agents:
+        agent.kill()
+        agent.start()
+    for agent in agents:
+        ranks.eventually(lambda agent=agent: agent.job().latest_persisted_step == 1, "it has found its commit")
+        assert agent.job().latest_persisted_time < restarted - 1

@@ -28,13 +28,10 @@ GIVEN = {
 # Of what the guide has nothing to advise: all is well, or another Event says what there is to do.
 FINE = {
     "PodsCreated",
-    "PodsReady",
-    "CheckpointRestored",
     "Recovered",
     "Suspended",
     "Resumed",
     "Completed",
-    "Failed",
     "Admitted",
     "ScalingUp",
 }

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from stepfast.kube import ALL_FIELDS, Fields, Kube
-from stepfast_operator import clusterview, handlers
+from stepfast_operator import cache, clusterview, handlers
 from stepfast_operator.document import time_text
 from stepfast_operator.jobs import Jobs
 from stepfast_operator.jobwatch import JobWatch
@@ -136,8 +136,17 @@ def test_node_that_is_called_silent_after_an_outage_has_time_to_speak(
                 assert not view.is_ready(node), "the API server was there all the time: nobody waits"
                 await says(READY)
                 wire.cut()
+                wire.mend()
+                await says(SILENT)
+                assert not view.is_ready(node), "it was away for a moment, which no controller takes for silence"
+                await says(READY)
+                monkeypatch.setattr(cache, "_OUTAGE_SECONDS", 0.0)
+                wire.cut()
                 await until("the API server is missed", lambda: view.nodes.failed_seconds() < 60)
                 wire.mend()
+                await says({**SILENT, "status": "False"})
+                assert not view.is_ready(node), "its kubelet has spoken"
+                await says(READY)
                 await says(SILENT)
                 assert view.is_ready(node)
                 await says(READY)

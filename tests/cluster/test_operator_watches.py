@@ -246,17 +246,18 @@ def test_history_that_is_forgotten_between_two_pages_is_read_from_the_start(
         monkeypatch.setattr("stepfast.kube.PAGE", 2)
         for name in ("a", "b", "c", "d", "e"):
             await place.make(name)
-        real, pages = place.seen.get, []
+        real, forgotten = place.seen.pages, asyncio.Event()
 
-        async def get(path: str, **query: str) -> JSON:
-            if "continue" in query and not pages:
-                pages.append(query)
-                await place.remove("b")
-                newest = await place.make("f")
-                compact(own_server, int(newest["metadata"]["resourceVersion"]))
-            return await real(path, **query)
+        async def pages(path: str, fields: Fields = ALL_FIELDS, /, **query: str) -> AsyncGenerator[Page, None]:
+            async for page in real(path, fields, **query):
+                yield page
+                if not forgotten.is_set():
+                    forgotten.set()
+                    await place.remove("b")
+                    newest = await place.make("f")
+                    compact(own_server, int(newest["metadata"]["resourceVersion"]))
 
-        monkeypatch.setattr(place.seen, "get", get)
+        monkeypatch.setattr(place.seen, "pages", pages)
         async with running(place.mirror()) as mirror:
             await until("all is read", lambda: mirror.get("f") == "1")
             assert mirror.get("b") is None

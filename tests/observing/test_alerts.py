@@ -42,8 +42,13 @@ def of_node(name: str) -> str:
     return f'stepfast_checkpoint_{name}{{node="n1"}}'
 
 
+def mirrored(outcome: str) -> str:
+    return f'stepfast_checkpoint_mirror_steps_total{{node="n1", outcome="{outcome}"}}'
+
+
 FAILED = {"namespace": "team", "name": "gpt", "state": "Failed"}
 STARTING = {"namespace": "team", "name": "gpt", "state": "Starting"}
+QUEUED = f"stepfast_job_queued{{{JOB}}}"
 SLOW = 'stepfast_reconcile_duration_seconds_bucket{le="%s"}'
 CASES: dict[str, dict[str, Case]] = {
     "StepfastJobFailed": {
@@ -64,6 +69,10 @@ CASES: dict[str, dict[str, Case]] = {
         "starts": Case(series={state("Starting"): "1x20"}, minute=8, fires=None),
         "runs by now": Case(series={state("Starting"): "1x8", state("Running"): "_x9 1x20"}, minute=20, fires=None),
         "is suspended": Case(series={state("Suspended"): "1x60"}, minute=50, fires=None),
+        "waits in a queue": Case(series={state("Starting"): "1x60", QUEUED: "1x60"}, minute=50, fires=None),
+        "was admitted, and does not run": Case(
+            series={state("Starting"): "1x60", QUEUED: "1x9 0x60"}, minute=25, fires=STARTING
+        ),
     },
     "StepfastJobHung": {
         "hung a moment ago": Case(series={"stepfast_hangs_total": "0x5 1x60"}, minute=10, fires={}),
@@ -90,6 +99,13 @@ CASES: dict[str, dict[str, Case]] = {
             series={of_node("memory_used_bytes"): "50x30", of_node("memory_limit_bytes"): "100x30"},
             minute=20, fires=None,
         ),
+    },
+    "StepfastMirrorsFailing": {
+        "never held": Case(series={mirrored("refused"): "0+1x40"}, minute=30, fires={"node": "n1"}),
+        "held in between": Case(
+            series={mirrored("failed"): "0+1x40", mirrored("held"): "0+0.2x40"}, minute=30, fires=None
+        ),
+        "not tried": Case(series={mirrored("failed"): "3x40", mirrored("held"): "9x40"}, minute=30, fires=None),
     },
     "StepfastAgentNotReady": {
         "one is not": Case(series={agents("false"): "1x30"}, minute=12, fires={"ready": "false"}),

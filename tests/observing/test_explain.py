@@ -23,7 +23,9 @@ from stepfast_operator.record import (
     ExcludedNode,
     FailedReason,
     LastFailure,
+    Leaving,
     Nodes,
+    SparedNode,
     State,
     Status,
     Verdict,
@@ -72,6 +74,14 @@ def starting(**values: Any) -> Status:
     )  # fmt: skip
 
 
+def leaving(why: Leaving) -> Status:
+    """The first attempt trains, and is to save and to end."""
+    return replace(
+        training(), state=State.RESTARTING, attempt=1, restarts=0, recoveries=(), last_failure=None,
+        current=attempt(1, 5, pods_ready_time=BEGIN + 10, first_step_time=BEGIN + 12, leaving=why),
+    )  # fmt: skip
+
+
 def test_training_job_tells_all_of_it() -> None:
     said = told(training(), limits(activeDeadlineSeconds=7200))
     assert said == {
@@ -98,6 +108,13 @@ STALE = Condition(type=ConditionType.FITS_MEMORY, status="False", reason="TooSma
 PENDING = Condition(
     type=ConditionType.PODS_READY, status="False", reason="PodsPending", message="still pending: gpt-3-1 (no room)"
 )
+NOTICE = Leaving(
+    cause=Cause.EVICTION_NOTICE, begin_time=NOW - 2, save_until_time=NOW + 20, node="node-1", message="node-1 is to go"
+)
+RESIZE = Leaving(
+    cause=Cause.RESIZED, begin_time=NOW - 2, save_until_time=NOW - 1, nodes=3, message="there is place for 3 nodes"
+)
+SPARED = SparedNode(name="node-3", reason="it failed twice", limit="2 nodes are kept off, at most 2 may be")
 EXCLUDED = ExcludedNode(name="node-2", reason="it failed twice", since_time=BEGIN, until_time=BEGIN + 3600)
 WAITS: dict[str, tuple[Status, Mapping[str, Any], Surroundings, list[str]]] = {
     "pods that may be read": (
@@ -114,6 +131,19 @@ WAITS: dict[str, tuple[Status, Mapping[str, Any], Surroundings, list[str]]] = {
     "pods that some nodes are kept from": (
         starting(excluded_nodes=(EXCLUDED,)), {}, Surroundings(pending=("gpt-3-1: Unschedulable",)),
         ["for pod gpt-3-1: Unschedulable", "node node-2 is kept off until 2027-01-15T09:00:00Z: it failed twice"],
+    ),
+    "pods, of which one is on a node that would be kept off": (
+        starting(spared_nodes=(SPARED,)), {}, Surroundings(pending=("gpt-3-1: Unschedulable",)),
+        [
+            "for pod gpt-3-1: Unschedulable",
+            "node node-3 is not kept off (it failed twice): 2 nodes are kept off, at most 2 may be",
+        ],
+    ),
+    "a last checkpoint before a node goes": (
+        leaving(NOTICE), {}, Surroundings(), ["for a last checkpoint to be committed, for at most 20 s more"],
+    ),
+    "a last checkpoint before it grows, for long": (
+        leaving(RESIZE), {}, Surroundings(), ["for a last checkpoint to be committed"],
     ),
     "ranks": (starting(), {}, Surroundings(), ["for all ranks to join"]),
     "flush": (
@@ -221,6 +251,10 @@ NEXT: dict[str, tuple[Status, Mapping[str, Any], list[str]]] = {
             "after a failure now it would go on from scratch (resumePolicy: Never), at most 260 steps lost",
         ],
     ),
+    "a node that is about to go": (
+        leaving(NOTICE), {}, ["attempt 2 starts on other nodes once this one has saved and ended"],
+    ),
+    "another size": (leaving(RESIZE), {}, ["attempt 2 starts with 3 nodes once this one has saved and ended"]),
     "suspended": (
         suspended(), {}, ["it stays so until it is resumed; then it goes on from scratch: nothing is committed"],
     ),
@@ -248,6 +282,7 @@ STATES: dict[str, tuple[Status, str]] = {
     "new": (Status(), "no attempt has begun"),
     "starting": (starting(), "attempt 3 starts from step 190, planned 40 s ago"),
     "between attempts": (ended(), "attempt 2 has ended 4.0 s ago; the next one is due"),
+    "leaving": (leaving(NOTICE), "attempt 1 saves and leaves: node-1 is to go"),
     "suspending": (replace(training(), state=State.SUSPENDING), "attempt 3 is ending, as asked"),
     "suspended": (suspended(), "suspended: nothing of it runs"),
     "resumed": (replace(suspended(), state=State.PENDING), "asked to go on, and no attempt has begun since"),
@@ -300,6 +335,10 @@ def test_job_without_a_failure_says_so_and_paragraphs_without_a_sentence_are_lef
     assert said["why it restarted"] == ["it has not restarted"]
     assert "what it waits for" not in said
     assert [sentence for sentence in said["what that cost"] if "restart" in sentence] == []
+
+
+def test_job_that_leaves_for_the_first_time_says_so() -> None:
+    assert told(leaving(NOTICE))["why it restarted"] == ["it is about to, for the first time"]
 
 
 def test_command_tells_a_job_of_this_machine_with_the_limits_of_its_command(stepfast: Any) -> None:

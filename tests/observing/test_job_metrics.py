@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from lives import BEGIN, training
+from lives import BEGIN, attempt, training
 from stepfast.step import JobKey
 from stepfast_operator.metrics import Metrics
 from stepfast_operator.podview import AgentView
@@ -46,6 +46,7 @@ def test_living_job_is_told_by_its_status() -> None:
         "stepfast_job_steps_per_second": 0.5,
         "stepfast_job_nodes_desired": 4,
         "stepfast_job_nodes_ready": 4,
+        "stepfast_job_queued": 0,
         "stepfast_job_restarts_without_progress": 0,
         "stepfast_job_persist_failing": 0,
         "stepfast_job_checkpoint_stale": 0,
@@ -61,6 +62,12 @@ def test_checkpoints_in_danger_are_told() -> None:
     assert found["stepfast_job_persist_failing"] == 1
     assert found["stepfast_job_checkpoint_stale"] == 1
     assert found["stepfast_job_persist_lag_steps"] == 9
+
+
+def test_gang_that_waits_in_a_queue_is_told_until_it_is_admitted() -> None:
+    waiting = attempt(3, 705, queued_time=BEGIN + 710)
+    assert told(replace(training(), current=waiting))["stepfast_job_queued"] == 1
+    assert told(replace(training(), current=replace(waiting, dequeued_time=BEGIN + 720)))["stepfast_job_queued"] == 0
 
 
 def test_of_a_job_that_is_over_only_what_became_of_it_is_told() -> None:

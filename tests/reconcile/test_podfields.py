@@ -70,7 +70,8 @@ NODES = [
                 {"type": "XIDErrors", "status": "True", "reason": "r", "message": "m", "lastTransitionTime": TIME},
             ],
         },
-    }
+    },
+    {"metadata": {"name": "a"}, "status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}},
 ]
 NOTICE = EvictionNotice(kind="Preempt", event="e", seen_time=1.0, not_before_time=2.0)
 TOLD = NodeStatus(
@@ -124,6 +125,11 @@ def test_what_is_read_is_all_that_is_looked_at(
         if all(getattr(view, field.name) == getattr(view_of(bare), field.name) for view in views)
     }  # fmt: skip
     assert silent == constant, "each field of a view is told by one of these documents"
+
+
+def test_document_that_is_too_deep_is_one_that_cannot_be_read() -> None:
+    with pytest.raises((ValueError, RecursionError)):
+        POD_FIELDS.read(b'{"kind":' + b"[" * 5000 + b"]" * 5000 + b"}")
 
 
 def test_nothing_else_is_read() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from stepfast.errors import StepfastError
+from stepfast_operator import turns
 from stepfast_operator.turns import (
     LEAST_LAUNCHES,
     POD_REQUESTS,
@@ -136,8 +137,12 @@ def test_launches_give_way_to_all_that_is_urgent_and_new_jobs_to_gangs_that_trai
     play(scenario)
 
 
-@pytest.mark.parametrize("lane", [Lane.LAUNCH, Lane.RELAUNCH])
-def test_slow_api_server_has_fewer_gangs_to_launch_at_a_time_and_a_quick_one_more(lane: Lane) -> None:
+@pytest.mark.parametrize("lane", [Lane.LAUNCH, Lane.RELAUNCH, Lane.RETRY])
+def test_slow_api_server_has_fewer_gangs_to_launch_at_a_time_and_a_quick_one_more(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "LONGEST_LAUNCH_SECONDS", 1e6)
+
     async def scenario(room: Room) -> None:
         clock = asyncio.get_running_loop()
         now = clock.time()
@@ -159,6 +164,22 @@ def test_slow_api_server_has_fewer_gangs_to_launch_at_a_time_and_a_quick_one_mor
         assert await launched(0.0) > LEAST_LAUNCHES[lane]
         await launched(0.0)
         assert await launched(0.0) == TURNS
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("lane", [Lane.LAUNCH, Lane.RELAUNCH, Lane.RETRY])
+def test_launches_that_hang_hold_up_nobody(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LONGEST_LAUNCH_SECONDS", 0.02)
+
+    async def scenario(room: Room) -> None:
+        await room.ask(*numbered("hangs", 3 * TURNS), "another", lane=lane)
+        async with asyncio.timeout(60):
+            while "another" not in room.inside:
+                await settled()
+        await room.ask("urgent")
+        assert room.inside[-1] == "urgent"
+        assert len(room.inside) == 3 * TURNS + 2
 
     play(scenario)
 

@@ -25,6 +25,8 @@ IDLE_SECONDS = 90.0  # the server sends a bookmark about once a minute
 _WATCH_SECONDS = 300
 _SHORTEST_WATCH_SECONDS = 0.5  # what ends watches at once, time after time, is not to be asked without a pause
 _LONGEST_PAUSE_SECONDS = 15.0
+_OUTAGE_SECONDS = 10.0  # what is shorter no controller takes for silence
+_CONNECTED_SECONDS = 20.0  # longer than a connection may take: there was a server until a moment ago
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -69,7 +71,7 @@ class Reflector(Generic[K, V]):
         return time.monotonic() - self._heard
 
     def failed_seconds(self) -> float:
-        """How long ago the API server did not answer, or refused; infinite when it always did."""
+        """How long ago the API server was away, for longer than a moment; infinite when it never was."""
         return time.monotonic() - self._failed
 
     def take(self, document: JSON) -> None:
@@ -90,7 +92,7 @@ class Reflector(Generic[K, V]):
 
     async def run(self) -> None:
         """Lists and watches until cancelled."""
-        failures = 0
+        failures, failing_since = 0, math.inf
         while True:
             begin = time.monotonic()
             try:
@@ -99,13 +101,16 @@ class Reflector(Generic[K, V]):
                     await _not_before(begin + _SHORTEST_WATCH_SECONDS)
                 else:
                     await self._list()
-                failures = 0
+                failures, failing_since = 0, math.inf
             except Expired:
                 self._version = ""
                 await _not_before(begin + _SHORTEST_WATCH_SECONDS)
             except KubeError as error:
                 failures += 1
-                self._failed = time.monotonic()
+                now = time.monotonic()
+                failing_since = now if now - begin > _CONNECTED_SECONDS else min(failing_since, begin)
+                if now - failing_since >= _OUTAGE_SECONDS:
+                    self._failed = now
                 wait = min(_LONGEST_PAUSE_SECONDS, 0.2 * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)
                 log.warning("%s is looked at again in %.1f s: %s", self.path, wait, error)
                 await asyncio.sleep(wait)

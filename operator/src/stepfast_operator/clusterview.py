@@ -192,7 +192,7 @@ class ClusterView:
 
     def _on_node(self, old: NodeView | None, new: NodeView | None) -> None:
         name = (new or old).name  # type: ignore[union-attr] # one of them is there
-        if old is None or _is_ready(old) != _is_ready(new):
+        if old is None or new is None or (_is_ready(old), old.is_silent) != (_is_ready(new), new.is_silent):
             self._doubt(name, old, new)
         if _health(old) != _health(new):
             self._wake(name)
@@ -201,11 +201,12 @@ class ClusterView:
         """Begins it, or ends it: the kubelet has spoken."""
         if (doubted := self._doubted.pop(name, None)) is not None:
             doubted.cancel()
-        if new is None or _is_ready(new):
+        if new is None or not new.is_silent:
             return
         seconds = _DOUBT_SECONDS if self.nodes.failed_seconds() < _AFTER_OUTAGE_SECONDS else 0.0
         if old is None:  # an operator that begins may have been away with the API server
-            seconds = max(seconds, _BEGIN_DOUBT_SECONDS - (time.time() - (new.not_ready_time or 0.0)))
+            since_seconds = max(0.0, time.time() - (new.not_ready_time or 0.0))
+            seconds = max(seconds, _BEGIN_DOUBT_SECONDS - since_seconds)
         if seconds > 0:
             self._doubted[name] = asyncio.get_running_loop().call_later(seconds, self._believe, name)
 

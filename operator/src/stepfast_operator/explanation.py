@@ -13,7 +13,14 @@ from stepfast_operator.limits import Limits
 from stepfast_operator.outlook import describe_next
 from stepfast_operator.record import Attempt, Condition, ConditionType, Recovery, State, Status
 from stepfast_operator.recoveryphases import phases_of
-from stepfast_operator.sentences import count_text, describe_end, describe_excluded, describe_failure, span_text
+from stepfast_operator.sentences import (
+    count_text,
+    describe_end,
+    describe_excluded,
+    describe_failure,
+    describe_spared,
+    span_text,
+)
 
 _NAMED = 5  # pods in one answer
 
@@ -71,6 +78,8 @@ def _describe_attempt(status: Status, now: float) -> str:
     current, trainer = status.current, status.trainer_status
     if current is None:
         return str(status.state)
+    if current.leaving is not None:
+        return f"attempt {current.attempt} saves and leaves: {current.leaving.message}"
     if status.state is not State.RUNNING or trainer.global_step is None or current.first_step_time is None:
         start = f"step {current.start_step}" if current.start_step else "scratch"
         since = current.planned_time if current.restarted_time is None else current.restarted_time
@@ -85,7 +94,8 @@ def _why_restarted(status: Status, now: float) -> Iterator[str]:
     """The remembered restarts, the newest last, which tells most."""
     if status.last_failure is None and not status.recoveries:
         if not status.is_terminal and status.attempt:
-            yield "it has not restarted"
+            is_leaving = status.open_attempt is not None and status.open_attempt.leaving is not None
+            yield "it is about to, for the first time" if is_leaving else "it has not restarted"
         return
     whole = [recovery for recovery in status.recoveries if recovery.in_place_restart is None]
     older = status.restarts - len(whole)
@@ -170,12 +180,17 @@ def _attempt_waits_for(
     if current.suspending_time is not None:
         yield f"for a last checkpoint to be committed{_suspend_left(current, limits, now)}"
         return
+    if current.leaving is not None:
+        left = current.leaving.save_until_time - now
+        yield f"for a last checkpoint to be committed{f', for at most {span_text(left)} more' if left > 0 else ''}"
+        return
     if current.succeeded_time is not None:
         yield "for the last steps to be persisted: every worker has succeeded"
         return
     if not status.is_gang_up:
         yield from _pods(status, seen)
         yield from (describe_excluded(node) for node in status.excluded_nodes)
+        yield from (describe_spared(node) for node in status.spared_nodes)
 
 
 def _pods(status: Status, seen: Surroundings) -> Iterator[str]:

@@ -232,8 +232,10 @@ class JobLoop:
         if not self._is_urgent:
             return Lane.PROGRESS
         attempt = self.status.open_attempt
-        if attempt is None or self._backend is None or self._backend.has_launched(attempt.run) or self._failures:
-            return Lane.URGENT  # a launch that was refused keeps no other waiting
+        if attempt is None or self._backend is None or self._backend.has_launched(attempt.run):
+            return Lane.URGENT
+        if self._failures:
+            return Lane.RETRY  # it keeps no other waiting
         return Lane.RELAUNCH if attempt.attempt > 1 else Lane.LAUNCH
 
     @asynccontextmanager

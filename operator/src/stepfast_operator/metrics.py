@@ -19,7 +19,7 @@ from stepfast_operator.record import Cause, Recovery, Status
 from stepfast_operator.recoveryphases import PHASES, phases_of
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
-_RECONCILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+RECONCILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class Metrics:
@@ -48,13 +48,13 @@ class Metrics:
         self._passes = Histogram(
             "stepfast_reconcile_duration_seconds",
             "One look at one job, with all that follows from it but the waiting for pods to end.",
-            buckets=_RECONCILE_SECONDS,
+            buckets=RECONCILE_SECONDS,
             registry=self.registry,
         )
         self._waits = Histogram(
             "stepfast_reconcile_wait_seconds",
             "Until a job that was to be looked at had its turn.",
-            buckets=_RECONCILE_SECONDS,
+            buckets=RECONCILE_SECONDS,
             registry=self.registry,
         )
         self._errors = Counter(

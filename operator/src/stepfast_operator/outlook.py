@@ -28,6 +28,11 @@ def describe_next(status: Status, limits: Limits | None, now: float) -> Iterator
         yield "attempt 1 begins when nothing stands in its way"
     elif status.state is State.RESTARTING and current.ended_time is not None:
         yield from _following(status, limits, now)
+    elif current.leaving is not None:
+        nodes = current.leaving.nodes
+        where = f"with {count_text(nodes, 'node')}" if nodes is not None else "on other nodes"
+        yield f"attempt {status.attempt + 1} starts {where} once this one has saved and ended"
+        return
     if limits is None:
         return
     if current is not None and current.ended_time is None:
@@ -77,7 +82,7 @@ def _backoff_left(status: Status, limits: Limits | None, now: float) -> float:
 
 def _deadlines(status: Status, current: Attempt, limits: Limits, now: float) -> Iterator[str]:
     if not status.is_gang_up and current.suspending_time is None:
-        if _is_queued(status):
+        if status.is_queued:
             yield "while the gang waits in its queue no deadline runs: it starts once it is admitted as a whole"
             return
         since = current.planned_time if current.restarted_time is None else current.restarted_time
@@ -110,17 +115,12 @@ def _smaller(status: Status, current: Attempt, limits: Limits, now: float) -> It
         )
 
 
-def _is_queued(status: Status) -> bool:
-    attempt = status.open_attempt
-    return attempt is not None and attempt.queued_time is not None and attempt.dequeued_time is None
-
-
 def _has_uncommitted(status: Status, current: Attempt) -> bool:
     return current.newest_step is not None and current.newest_step > (status.checkpoint.latest_persisted_step or 0)
 
 
 def _active(status: Status, limits: Limits, now: float) -> Iterator[str]:
-    if limits.active_deadline_seconds is not None and status.start_time is not None and not _is_queued(status):
+    if limits.active_deadline_seconds is not None and status.start_time is not None and not status.is_queued:
         queued = queueing.queued_seconds(status, now)
         left = status.start_time + limits.active_deadline_seconds + queued - now
         yield f"unless it is complete {_in(left)}, the job fails for good (activeDeadlineSeconds)"

@@ -106,13 +106,15 @@ class Taint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """A node. `not_ready_time` is since when it is not Ready; None while it is. `allocatable_bytes`: of its memory.
-    `gpus`: how many `nvidia.com/gpu` pods may have of it (0 where it says nothing). `taints`: of one that is cordoned
-    that, too. `conditions`: all others.
+    """A node. `not_ready_time` is since when it is not Ready; None while it is. `is_silent`: its kubelet has said
+    nothing since then, rather than that it is not. `allocatable_bytes`: of its memory. `gpus`: how many
+    `nvidia.com/gpu` pods may have of it (0 where it says nothing). `taints`: of one that is cordoned that, too.
+    `conditions`: all others.
     """
 
     name: str
     not_ready_time: float | None
+    is_silent: bool = False
     ready_message: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     allocatable_bytes: int | None = None
@@ -208,6 +210,7 @@ def node_of(node: JSON) -> NodeView:
     return NodeView(
         name=node["metadata"]["name"],
         not_ready_time=None if is_ready else _time(ready.get("lastTransitionTime")) or 0.0,
+        is_silent=ready.get("status") == "Unknown",
         labels=node["metadata"].get("labels") or {},
         allocatable_bytes=_allocatable(node, "memory"),
         gpus=_allocatable(node, "nvidia.com/gpu") or 0,

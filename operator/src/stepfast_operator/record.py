@@ -363,6 +363,12 @@ class Status:
         return self.current if self.current is not None and self.current.ended_time is None else None
 
     @property
+    def is_queued(self) -> bool:
+        """Whether the gang waits in a queue to be admitted."""
+        attempt = self.open_attempt
+        return attempt is not None and attempt.queued_time is not None and attempt.dequeued_time is None
+
+    @property
     def is_up_without_ranks(self) -> bool:
         """Whether the current attempt is taken to be up though its ranks were never all here: its script seems not to
         use the SDK. Once suspended it is what it was before.

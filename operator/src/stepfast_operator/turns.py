@@ -39,12 +39,14 @@ class Lane(Enum):
     URGENT = "something happened, or something is due"
     RELAUNCH = "a gang that trained before is to be launched"
     LAUNCH = "a job's first gang is to be launched"
+    RETRY = "a launch that failed is tried again"
     PROGRESS = "nothing but progress is due"
 
 
 # Never fewer at a time. What is slow may be a webhook rather than the API server itself: a gang that trained before is
 # not to wait for each other one that did.
-LEAST_LAUNCHES = {Lane.RELAUNCH: 2, Lane.LAUNCH: 1}
+LEAST_LAUNCHES = {Lane.RELAUNCH: 2, Lane.LAUNCH: 1, Lane.RETRY: 2}
+LONGEST_LAUNCH_SECONDS = 2.0  # one that takes longer goes on beside its turn: what it waits for may hang
 
 
 class Turn:
@@ -55,6 +57,7 @@ class Turn:
     def __init__(self, turns: Turns | None = None, lane: Lane = Lane.URGENT) -> None:
         self.lane, self.waited_seconds = lane, 0.0
         self._turns, self._begun, self._begin = turns, asyncio.Event(), 0.0
+        self._limit: asyncio.TimerHandle | None = None
 
     def hurry(self) -> None:
         """More than progress is due by now."""
@@ -62,12 +65,17 @@ class Turn:
             self._turns.hurry(self)
 
     def begin(self) -> None:
-        self._begin = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        self._begin = loop.time()
+        if self.lane in LEAST_LAUNCHES:
+            self._limit = loop.call_later(LONGEST_LAUNCH_SECONDS, self.end)
         self._begun.set()
 
     def end(self) -> None:
         """What follows waits for others, and is not to hold up anybody."""
         turns, self._turns = self._turns, None
+        if self._limit is not None:
+            self._limit.cancel()
         if turns is not None:
             seconds = asyncio.get_running_loop().time() - self._begin if self._begun.is_set() else None
             turns.take_back(self, seconds)
@@ -96,6 +104,7 @@ class Turns:
             Lane.URGENT: TURNS,
             Lane.RELAUNCH: _FIRST_LAUNCHES,
             Lane.LAUNCH: _FIRST_LAUNCHES,
+            Lane.RETRY: _FIRST_LAUNCHES,
             Lane.PROGRESS: UNHURRIED_TURNS,
         }
         self._pods = asyncio.Semaphore(POD_REQUESTS)

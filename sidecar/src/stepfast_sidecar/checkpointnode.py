@@ -125,7 +125,9 @@ def news_of(status: NodeStatus) -> tuple[object, ...]:
 def _job_news(job: JobStatus) -> tuple[object, ...]:
     ranks = tuple(_rank_news(rank) for rank in job.ranks)
     is_idle = not job.pending_steps
-    return job.job, job.run, job.latest_persisted_step, job.persist_error, job.final_step, is_idle, ranks
+    # A flush is over with the last byte, also of a step that another node's lost part keeps from being committed.
+    is_written = not job.pending_bytes or any(rank.alive for rank in job.ranks)
+    return job.job, job.run, job.latest_persisted_step, job.persist_error, job.final_step, is_idle, is_written, ranks
 
 
 def _rank_news(rank: RankStatus) -> tuple[object, ...]:
@@ -312,9 +314,9 @@ class CheckpointNodeWriter:
         status, seen = self._source.status(), self._seen
         if seen is None:
             return
-        self._progress_seconds = progress_seconds(status, self._answers.seconds)
+        seconds = progress_seconds(status, self._answers.seconds)
         document = status_document(
-            replace(status, written_time=time.time(), progress_seconds=round(self._progress_seconds, 3)),
+            replace(status, written_time=time.time(), progress_seconds=round(seconds, 3)),
             generation=seen[1],
             is_ready=is_ready,
             since=self._since,
@@ -323,6 +325,7 @@ class CheckpointNodeWriter:
         )
         begin = asyncio.get_running_loop().time()
         await api.patch_status(self._node, document)
+        self._progress_seconds = seconds  # not before it was told: a step may be as old as that
         self._written = (seen, news_of(status))
         self._written_time = asyncio.get_running_loop().time()
         self._answers.note(self._written_time - begin)

@@ -161,8 +161,10 @@ class Commits:
     def _committed(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
         run.flow.committed(step)
         run.awaited.discard(step)
-        # By this node's clock, as all that it tells: the manifest of another has its time by another clock.
-        run.count_commit(step, answer["time"] if run.leads(step) else time.time(), answer["size"])
+        # By this node's clock, as all that it tells: the manifest may have its time by another node's. The commit was
+        # after the save, and may have been long ago: an agent that restarts hears of what it held.
+        saved_time, _ = run.saved.get(step, (answer["time"], 0))
+        run.count_commit(step, min(max(answer["time"], saved_time), time.time()), answer["size"])
         self._metrics.committed()
         if answer["run"] != run.flow.run:
             run.push(Unreferable(steps=(step,)))  # first: the rank asks what it may refer to at any moment

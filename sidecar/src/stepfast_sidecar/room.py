@@ -79,6 +79,7 @@ class Room:
         )
         self.freed = asyncio.Condition()
         self._opened_time = time.time()
+        self._foreseen_time = 0.0  # when ranks were last said to be about to start
         self._history = History(job, self.persister, self._tasks)
         self._commits = Commits(
             job,
@@ -181,6 +182,7 @@ class Room:
         """Ranks are about to start: what they will restore and memory does not hold is fetched meanwhile, with `fetch`
         from other nodes' memory, else from the storage.
         """
+        self._foreseen_time = time.time()
         step, first, ranks = launching.resume_step, launching.first_rank, launching.ranks
         with contextlib.suppress(PersisterLost, RequestFailed):  # the ranks will hear of it, should it last
             found = await self.persister.request("restorable", step=step, first_rank=first, ranks=ranks)
@@ -446,9 +448,14 @@ class Room:
         return max(0.0, time.time() - min(saved)) if saved else 0.0
 
     def rest(self) -> None:
-        """Ends the persister while no rank lives that may need it: forty megabytes for each job that was here."""
-        if self.persister.pid is not None and self.is_idle and not self.is_living:
-            self._tasks.start(self.persister.rest(self._config.idle_seconds * _PERSISTER_SHARE), "rest")
+        """Ends the persister once nobody has needed it for a while: forty megabytes for each job that was here. Not
+        while it keeps what ranks are to restore that have yet to come.
+        """
+        unused_seconds = self._config.idle_seconds * _PERSISTER_SHARE
+        needed_until = max(self.left_time + unused_seconds, self._foreseen_time + self._config.idle_seconds)
+        if self.persister.pid is None or not self.is_idle or self.is_living or time.time() < needed_until:
+            return
+        self._tasks.start(self.persister.rest(unused_seconds), "rest")
 
     def leave(self) -> None:
         """Frees at once what is held of the job; nothing is tried again after that. What is left is to be closed."""

@@ -9,10 +9,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from testcluster.metadataservice import MetadataService
-from testcluster.waiting import wait_until
+from testcluster.waiting import lasting, wait_until
 from testjobs.account import COMMITTED, Account, check_ledger
 from testjobs.job import Job
 from testjobs.release import Release
+
+NOTICE_SECONDS = 30.0  # of a preemption
 
 
 def test_node_drained(job: Callable[..., Job], account: Account, release: Release, third_node: str) -> None:
@@ -96,18 +98,22 @@ def lost(release: Release, name: str) -> Iterator[None]:
 
 
 def test_eviction_notice_that_no_pod_gets_a_signal_of(
-    job: Callable[..., Job], account: Account, third_node: str, metadata_service: MetadataService
+    job: Callable[..., Job], account: Account, release: Release, third_node: str, metadata_service: MetadataService
 ) -> None:
+    """Of the half minute that Azure gives; then the node is gone."""
     # At a pace at which it is not at its end before it is asked to leave, however long that takes.
     training = job("--save-every", "1000", "--pace", "0.15", failurePolicy={"maxRestarts": 0})
     training.wait("it trains", lambda status: "firstStepTime" in status.get("current", {}))
-    name = training.node_of(1)
-    event = metadata_service.announce("Preempt", name, seconds=60)
+    name = next(node for node in map(training.node_of, (1, 0)) if node != release.operator_node())
+    event = metadata_service.announce("Preempt", name, seconds=NOTICE_SECONDS)
     try:
-        status = account.check_end(training, committed=0)
-        check_ledger(status, "EvictionNotice", counted=False)
-        assert (status["recoveries"][0]["node"], status["recoveries"][0]["stepsLost"]) == (name, 0)
-        assert name not in {training.node_of(index, attempt=2) for index in (0, 1)}
+        with lasting(NOTICE_SECONDS):
+            training.wait("it has left", lambda status: status["attempt"] == 2, seconds=NOTICE_SECONDS)
+        with lost(release, name):
+            status = account.check_end(training, committed=0)
+            check_ledger(status, "EvictionNotice", counted=False)
+            assert (status["recoveries"][0]["node"], status["recoveries"][0]["stepsLost"]) == (name, 0)
+            assert name not in {training.node_of(index, attempt=2) for index in (0, 1)}
     finally:
         metadata_service.withdraw(event)
     assert any(line.startswith("EvictionNotice: ") for line in training.story())
@@ -150,6 +156,7 @@ def test_node_on_which_ranks_die_again_and_again(job: Callable[..., Job], accoun
     assert training.node_of(1, attempt=2) == name, "its memory holds the rank's steps"
     training.signal_rank("KILL", attempt=2)
     status = account.check_end(training, restarts=2)
+    check_ledger(status, "RankFailed", counted=True)
     assert [node["name"] for node in status["excludedNodes"]] == [name]
     assert name not in {training.node_of(index, attempt=3) for index in (0, 1)}
     assert any(line.startswith(f"NodeExcluded: node {name} ") for line in training.story())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from testcluster.waiting import wait_until
-from testjobs.account import COMMITTED, Account
+from testjobs.account import COMMITTED, Account, check_times
 from testjobs.gangs import overlapping_gangs
 from testjobs.job import SAVE_EVERY, Job
 from testjobs.release import Release
@@ -63,6 +63,8 @@ def test_gang_shrinks_without_a_lost_node_and_grows_when_there_is_another(
         release.wait_until_ready()
     causes = [recovery["cause"] for recovery in status["recoveries"]]
     assert causes == ["NodeLost", "Resized", "Resized"]
+    for recovery in status["recoveries"]:
+        check_times(recovery)
     assert status["restartsCountTowardsMax"] == 0
     assert status["recoveries"][-1]["stepsLost"] == 0, "it saves before it grows"
     assert status["recoveries"][0]["resumedFromStep"] >= max(before[1]), "a committed step is never lost"

@@ -64,14 +64,21 @@ class Account:
 
 
 def check_ledger(status: dict[str, Any], *causes: str, counted: bool, tier: str = "Persistent") -> None:
-    """The ledger has every time of the one recovery, in order, and the tier: the storage unless steps are mirrored,
-    since of what is replicated each node's memory holds its half.
+    """The ledger has every time of each recovery, in order, and the tier: the storage unless steps are mirrored, since
+    of what is replicated each node's memory holds its half.
     """
-    (recovery,) = status["recoveries"]
-    assert recovery["cause"] in causes
-    assert (recovery["counted"], recovery["restoredTier"]) == (counted, tier)
+    recoveries = status["recoveries"]
+    assert recoveries
+    for recovery in recoveries:
+        assert recovery["cause"] in causes
+        assert (recovery["counted"], recovery["restoredTier"]) == (counted, tier)
+        check_times(recovery)
+        assert recovery["stepsLost"] == max(0, recovery["stepBefore"] - recovery["resumedFromStep"])
+    assert status["restartsCountTowardsMax"] == counted * len(recoveries)
+
+
+def check_times(recovery: Mapping[str, Any]) -> None:
+    """All are there, in order."""
     times = [recovery[name] for name in TIMES]
     assert times == sorted(times)
     assert recovery["durationSeconds"] >= 0
-    assert recovery["stepsLost"] == max(0, recovery["stepBefore"] - recovery["resumedFromStep"])
-    assert status["restartsCountTowardsMax"] == int(counted)

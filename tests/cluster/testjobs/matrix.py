@@ -20,9 +20,9 @@ Each row is one test of `tests/cluster/matrix`: a real Kubernetes with two or th
 disturbance in the middle of its training. *Bit-exact*: the weights, the optimizer and the random numbers that every
 rank ends with are those of a run that was left alone, no committed step was lost, and never were there two gangs.
 *Restarts* of the gang; *lost* (RPO): steps that were made again, and the seconds of training that they had taken;
-*recovery* (RTO): from the failure to the first new step, the longest of the row; *restored from*: the nodes' memory, or
-the storage if a single rank had to read there. All nodes share one small machine, on which most of a recovery is the
-start of Python.
+*recovery* (RTO): from the failure to the first new step, the longest of the row's one run; *restored from*: the nodes'
+memory, or the storage if a single rank had to read there; *run*: when. All nodes share one small machine, on which most
+of a recovery is the start of Python.
 """
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stepfast_operator.metrics import RECONCILE_SECONDS
 from testscale.trial import Findings, Size, Stretch
 
 MIB = 1 << 20
@@ -41,6 +42,7 @@ def goals_of(findings: Findings) -> list[Goal]:
     peak = max(stretch.peak_bytes for stretch in stretches.values())
     quiet = stretches["quiet"]
     per_job = _per_job(stretches["create"], size)
+    per_pod = _asked_of_jobs(stretches["large restart"]) / size.large
     return [
         Goal(
             name=f"reconcile p99 with {size.jobs:,} jobs, in every stretch",
@@ -59,6 +61,12 @@ def goals_of(findings: Findings) -> list[Goal]:
             wanted=f"≤ {size.most_requests_per_job}",
             measured=f"{per_job:.1f}",
             is_met=per_job <= size.most_requests_per_job,
+        ),
+        Goal(
+            name="API requests of a gang's restart, for each of its pods (ended, asked of its node, made anew)",
+            wanted=f"≤ {size.most_requests_per_restarted_pod}",
+            measured=f"{per_pod:.1f}",
+            is_met=per_pod <= size.most_requests_per_restarted_pod,
         ),
         Goal(
             name=f"written in {quiet.seconds:.0f} s in which nothing changed, but for the Lease",
@@ -135,9 +143,12 @@ def _said(*, is_met: bool) -> str:
 
 
 def _per_job(stretch: Stretch, size: Size) -> float:
+    return _asked_of_jobs(stretch) / size.jobs
+
+
+def _asked_of_jobs(stretch: Stretch) -> int:
     """Requests that belong to a job: no Lease, no list or watch of everything."""
-    asked = (number for what, number in stretch.requests.items() if not _is_common(what))
-    return sum(asked) / size.jobs
+    return sum(number for what, number in stretch.requests.items() if not _is_common(what))
 
 
 def _is_common(what: str) -> bool:
@@ -150,9 +161,14 @@ def _row(stretch: Stretch) -> str:
     answers = f"{1000 * stretch.p99_answer_seconds:.0f}, {1000 * stretch.slowest_answer_seconds:.0f}"
     return (
         f"| {stretch.name} | {stretch.seconds:.0f} | {stretch.passes} | {passes} | "
-        f"{1000 * stretch.p99_wait_seconds:.0f} | {stretch.resident_bytes / MIB:.0f} | {stretch.processors:.2f} | "
+        f"{_wait(stretch.p99_wait_seconds)} | {stretch.resident_bytes / MIB:.0f} | {stretch.processors:.2f} | "
         f"{answers} |"
     )
+
+
+def _wait(seconds: float) -> str:
+    """In milliseconds; of what is longer than the histogram reaches nobody knows by how much."""
+    return f"≥ {1000 * seconds:.0f}" if seconds >= RECONCILE_SECONDS[-1] else f"{1000 * seconds:.0f}"
 
 
 def _requests_row(stretch: Stretch, size: Size) -> str:

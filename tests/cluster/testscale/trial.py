@@ -56,6 +56,7 @@ class Size:
     seconds: float = 60.0
     failures: int = 20
     most_requests_per_job: int = 40
+    most_requests_per_restarted_pod: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ _MESSAGE_CHARACTERS = 2000
 _JSON = "application/json"
 _METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 PAGE = 500  # objects
+_UNREADABLE = (ValueError, RecursionError)
 
 
 class KubeError(StepfastError):
@@ -86,7 +87,7 @@ class Fields:
         self._decoder = msgspec.json.Decoder(kind)
 
     def read(self, text: msgspec.Raw | bytes) -> JSON:
-        """The object as dictionaries with these fields alone. Raises ValueError."""
+        """The object as dictionaries with these fields alone. Raises ValueError, RecursionError (it is too deep)."""
         return self._decoder.decode(text)
 
 
@@ -233,7 +234,7 @@ class Kube:
                     status = ALL_FIELDS.read(event.object)
                     raise _error_of(int(status.get("code") or 500), status, f"watch {path}")
                 yield WatchEvent(kind=event.type, object=fields.read(event.object))
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, *_UNREADABLE) as error:
             raise KubeUnavailable(f"watch {path}: {error!r}") from error
         finally:
             _hang_up(response)
@@ -274,7 +275,7 @@ class Kube:
                 method, path, query, timeout, body=body, content_type=content_type, accept=accept
             )
             return read(await response.read())
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, *_UNREADABLE) as error:
             raise KubeUnavailable(f"{method} {path}: {error!r}") from error
         finally:
             if method != "GET":
@@ -313,7 +314,7 @@ async def _body_of(response: aiohttp.ClientResponse) -> JSON:
     text = (await response.text())[: 10 * _MESSAGE_CHARACTERS]
     try:
         document = ALL_FIELDS.read(text.encode())
-    except ValueError:
+    except _UNREADABLE:
         document = None
     return document if isinstance(document, dict) else {"message": text}
 
