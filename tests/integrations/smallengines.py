@@ -54,7 +54,7 @@ def run_alone(
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return subprocess.run(
         [sys.executable, "train.py", *arguments], cwd=folder, env={**environment, **alone}, text=True,
-        capture_output=True, timeout=120, check=False,
+        capture_output=True, timeout=300, check=False,
     )  # fmt: skip
 
 
