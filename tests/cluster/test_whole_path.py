@@ -156,6 +156,7 @@ def test_a_job_with_a_storage_of_its_own_names_a_secret(
     assert job.stored() == set()
 
 
+@pytest.mark.usefixtures("storage_access")
 def test_a_job_is_steered_from_the_command_line(
     team: Team, undisturbed: Mapping[int, str], ended: Callable[[Job], Job], cluster_azurite: Any
 ) -> None:
