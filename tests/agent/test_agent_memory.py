@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -178,6 +179,7 @@ def test_slots_that_are_removed_leave_no_memory_behind_although_they_were_persis
 ) -> None:
     agent = new_agent(memory_limit=1 << 30)
     agent.kill()
+    shutil.rmtree(agent.memory_dir)
     agent.memory_dir = tmpfs("size=1g")
     agent.start()
     rank = agent.join()
