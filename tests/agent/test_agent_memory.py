@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from stepfast.client import connect
-from stepfast.messages import VERSION, Expect, Launching
-from stepfast.protocol import encode
+from stepfast.messages import Expect
 from stepfast.slot import CONTROL_BYTES, SlotState
 
 JOB = "default/train"
@@ -266,27 +263,6 @@ def test_process_ends_long_before_the_memory_and_is_there_again_for_whoever_come
     assert again.client.steps() == (1, 2)
     assert living not in agent.persisters().values()
     assert "died" not in agent.log
-
-
-def test_process_stays_for_the_next_attempt_and_while_that_is_awaited(new_agent: Callable[..., Any]) -> None:
-    agent = new_agent("--idle-timeout", "40")  # looked at every 4 s; unused for 8 s, it may go
-    rank = agent.join()
-    rank.save(1)
-    rank.wait_committed(1)
-    living = agent.persisters()
-    time.sleep(9)  # its job trains on without a save
-    rank.close()
-    time.sleep(4.5)
-    assert agent.persisters() == living, "who comes next needs it at once"
-    launching = Launching(
-        version=VERSION, job="default/train", run="uid1-1", storage_uri=agent.storage_uri, first_rank=0, ranks=1,
-        resume_step=1,
-    )  # fmt: skip
-    with connect(agent.socket, 30) as sock:
-        sock.sendall(encode(launching))
-        assert sock.recv(1) == b""
-    time.sleep(14)
-    assert agent.persisters() == living, "it may keep what ranks restore that are not here yet"
 
 
 def test_job_that_nobody_runs_any_more_leaves_neither_memory_nor_a_process(

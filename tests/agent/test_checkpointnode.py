@@ -364,6 +364,21 @@ class _Recorder:
         """It has nothing."""
 
 
+class _Source:
+    """An agent that tells what a test says, and is asked nothing."""
+
+    told = _node(STATUS)
+
+    def status(self) -> NodeStatus:
+        return self.told
+
+    def carry_out(self, requests: tuple[NodeRequest, ...]) -> None:
+        assert requests == ()
+
+    def take_gangs(self, gangs: object) -> None:
+        """It mirrors none."""
+
+
 def test_slow_api_server_is_told_of_progress_more_seldom_and_never_too_seldom() -> None:
     status = _node(STATUS)
     usual = progress_seconds(status)
@@ -386,20 +401,8 @@ def test_news_do_not_wait_for_progress_and_take_it_along(
     monkeypatch.setattr(checkpointnode, setting, value)
     monkeypatch.setattr(checkpointnode, "_GAP_SECONDS", 0.01)
 
-    class Source:
-        told = _node(STATUS)
-
-        def status(self) -> NodeStatus:
-            return self.told
-
-        def carry_out(self, requests: tuple[NodeRequest, ...]) -> None:
-            assert requests == ()
-
-        def take_gangs(self, gangs: object) -> None:
-            """It mirrors none."""
-
     async def run() -> None:
-        source, recorder = Source(), _Recorder()
+        source, recorder = _Source(), _Recorder()
 
         async def connect() -> Any:
             return recorder
@@ -447,20 +450,8 @@ def test_interval_holds_once_it_was_told(monkeypatch: pytest.MonkeyPatch) -> Non
                 raise ApiError("overloaded")
             await super().patch_status(name, status)
 
-    class Source:
-        told = _node(STATUS)
-
-        def status(self) -> NodeStatus:
-            return self.told
-
-        def carry_out(self, requests: tuple[NodeRequest, ...]) -> None:
-            assert requests == ()
-
-        def take_gangs(self, gangs: object) -> None:
-            """It mirrors none."""
-
     async def run() -> None:
-        source, api = Source(), Refusing()
+        source, api = _Source(), Refusing()
         api.refused = asyncio.Event()
 
         async def connect() -> Any:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import struct
 import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,21 @@ def test_announcement_of_another_storage_leaves_the_job_its_memory(
     assert _tier(back, 1) == "Memory"
     assert _announce(agent.socket, _launching(agent, storage_uri=elsewhere)) == []  # nor is it refused meanwhile
     assert _tier(back, 1) == "Memory"
+
+
+def test_process_stays_for_the_next_attempt_and_while_that_is_awaited(new_agent: Callable[..., Any]) -> None:
+    agent = new_agent("--idle-timeout", "40")  # looked at every 4 s; unused for 8 s, it may go
+    rank = agent.join()
+    rank.save(1)
+    rank.wait_committed(1)
+    living = agent.persisters()
+    time.sleep(9)  # its job trains on without a save
+    rank.close()
+    time.sleep(4.5)
+    assert agent.persisters() == living, "who comes next needs it at once"
+    assert _announce(agent.socket, _launching(agent, resume_step=1)) == []
+    time.sleep(14)
+    assert agent.persisters() == living, "it may keep what ranks restore that are not here yet"
 
 
 def test_announcement_with_other_credentials_leaves_the_job_its_own(
