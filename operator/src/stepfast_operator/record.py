@@ -313,6 +313,11 @@ class Attempt:
         steps = (self.newest_step or 0) - self.start_step
         return self.trained_seconds / steps if steps > 0 else 0.0
 
+    @property
+    def is_queued(self) -> bool:
+        """Whether the gang was seen to wait in a queue, and not yet to wait no more."""
+        return self.queued_time is not None and self.dequeued_time is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeRequest:
@@ -365,8 +370,7 @@ class Status:
     @property
     def is_queued(self) -> bool:
         """Whether the gang waits in a queue to be admitted."""
-        attempt = self.open_attempt
-        return attempt is not None and attempt.queued_time is not None and attempt.dequeued_time is None
+        return self.open_attempt is not None and self.open_attempt.is_queued
 
     @property
     def is_up_without_ranks(self) -> bool:

@@ -13,7 +13,7 @@ REFUSED = "QueueRefused"
 
 def is_waiting(observed: Observed, attempt: Attempt) -> bool:
     """Whether the attempt's gang waits, or was seen to wait when somebody last looked."""
-    return observed.queue.is_waiting or (attempt.queued_time is not None and attempt.dequeued_time is None)
+    return observed.queue.is_waiting or attempt.is_queued
 
 
 def take_in(observed: Observed, status: Status, attempt: Attempt) -> tuple[Status, Attempt]:
@@ -29,8 +29,9 @@ def take_in(observed: Observed, status: Status, attempt: Attempt) -> tuple[Statu
 def queued_seconds(status: Status, now: float) -> float:
     """How long gangs have waited in this stretch, the current one until now."""
     attempt = status.open_attempt
-    is_open = attempt is not None and attempt.queued_time is not None and attempt.dequeued_time is None
-    return status.queued_seconds + (now - attempt.queued_time if is_open and attempt and attempt.queued_time else 0.0)
+    if attempt is None or not attempt.is_queued or attempt.queued_time is None:
+        return status.queued_seconds
+    return status.queued_seconds + (now - attempt.queued_time)
 
 
 def refusal_of(status: Status) -> str:
