@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from interpreters import DEEPSPEED
 
 # `make` makes an engine all of whose weights are that number; a script that has one calls it `engine`.
 BEGIN = """
@@ -52,10 +53,7 @@ def run_alone(
     if environment is None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    return subprocess.run(
-        [sys.executable, "train.py", *arguments], cwd=folder, env={**environment, **alone}, text=True,
-        capture_output=True, timeout=300, check=False,
-    )  # fmt: skip
+    return DEEPSPEED.run(["train.py", *arguments], cwd=folder, env={**environment, **alone})
 
 
 def found(folder: Path, script: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:

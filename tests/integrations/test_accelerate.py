@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from interpreters import TRANSFORMERS
 
 # Shuffled data, dropout, a schedule, an object of one's own, a hook; in the middle of epochs and at their ends. The
 # attempt that ends trains once more, undisturbed, by Accelerate alone.
@@ -214,10 +215,7 @@ assert weight.equal(one.model.weight) and not weight.equal(two.model.weight)
 def attempt(folder: Path, script: str, number: int) -> subprocess.CompletedProcess[str]:
     (folder / "projects.py").write_text(PROJECTS)
     (folder / "train.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, "train.py", str(number)],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    return TRANSFORMERS.run(["train.py", str(number)], cwd=folder)  # which has imported Accelerate
 
 
 def test_a_state_that_was_killed_as_it_was_saved_is_saved_by_the_next_attempt(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from interpreters import DEEPSPEED
 from smallengines import run_alone
 
 # A model with dropout (random generators count), a schedule, clipping; `changes` are the mode's.
@@ -152,12 +153,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("deepspeed")
     (folder / "train.py").write_text(MODEL + IN_PROCESS)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py",
-         json.dumps(MODES)],
-        cwd=folder, env={**environment, "STEPFAST_JOB": "local/modes", "OMP_NUM_THREADS": "1"}, text=True,
-        capture_output=True, timeout=400, check=False,
-    )  # fmt: skip
+    done = DEEPSPEED.run_gang(
+        2, ["train.py", json.dumps(MODES)], cwd=folder, env={**environment, "STEPFAST_JOB": "local/modes"}, timeout=400
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found: dict[str, str] = {}
     for name, outcome in re.findall(r"RESULT (\S+): (.*)", done.stdout):

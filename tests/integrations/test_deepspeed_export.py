@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from interpreters import DEEPSPEED
+
 # With Stepfast two steps more are trained behind the save; without, the exported tag is loaded, saved again by
 # DeepSpeed's own engine, and the same two steps are trained.
 TRAINING = """
@@ -117,13 +119,10 @@ Path("checks.json").write_text(json.dumps(found))
 """
 
 
-def run(folder: Path, *command: str | Path) -> str:
-    """The output of a process that is no job's."""
+def run(folder: Path, *command: str | Path, ranks: int = 1) -> str:
+    """The output of processes that are no job's."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment | {"OMP_NUM_THREADS": "1"}, text=True,
-        capture_output=True, timeout=180, check=False,
-    )  # fmt: skip
+    done = DEEPSPEED.run_gang(ranks, list(map(str, command)), cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -140,11 +139,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, load_module: Callable[[str
     (folder / "train.py").write_text(TRAINING)
     export = "import sys; from stepfast.integrations.deepspeed import export_checkpoint as export; "
     export += "assert all(export(sys.argv[1], 'exported', tag) == tag for tag in sys.argv[2:])"
-    gang = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     try:
         runs.run("--name", "train", "--nproc-per-node", "2", "train.py", "stepfast", json.dumps(MODES))
         run(folder, "-c", export, uri(folder), *MODES)
-        run(folder, *gang, "train.py", "plain", json.dumps(MODES))
+        run(folder, "train.py", "plain", json.dumps(MODES), ranks=2)
         run(folder, "-c", CHECKS, json.dumps(list(MODES)))
         yield folder
     finally:

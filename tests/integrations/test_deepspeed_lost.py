@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from interpreters import DEEPSPEED
 from smallengines import BEGIN, found
 from stepfast.storage import open_store
 
@@ -46,11 +46,7 @@ def test_a_job_killed_within_its_first_save_begins_anew(runs: Any) -> None:
 
 def trained(folder: Path, ranks: int, *what: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py", *what]
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env={**environment, "STEPFAST_JOB": "local/x"}, text=True,
-        capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
+    return DEEPSPEED.run_gang(ranks, ["train.py", *what], cwd=folder, env={**environment, "STEPFAST_JOB": "local/x"})
 
 
 REFUSED = (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
+from interpreters import DEEPSPEED
 
 TRAINING = """
 import hashlib, json, sys
@@ -133,11 +133,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, load_module: Callable[[str]
             "--name", "train", "--max-restarts", "0", "--nproc-per-node", str(ranks), "train.py", who, *arguments
         )  # fmt: skip
 
-    def run(*command: str) -> None:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=folder, env=environment | {"OMP_NUM_THREADS": "1"}, text=True,
-            capture_output=True, timeout=180, check=False,
-        )  # fmt: skip
+    def run(ranks: int, *command: str) -> None:
+        done = DEEPSPEED.run_gang(ranks, command, cwd=folder, env=environment)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
     def found(who: str, ranks: int) -> dict[str, Any]:
@@ -146,11 +143,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, load_module: Callable[[str]
 
     export = "import sys; from stepfast.integrations.deepspeed import export_checkpoint as export; "
     export += "[export(sys.argv[1], 'exported-' + tag, tag) for tag in sys.argv[2:]]"
-    gang = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     try:
         train("saver", 2)
-        run("-c", export, str(uri), *MODES)
-        run(*gang, "train.py", "plain", *arguments)
+        run(1, "-c", export, str(uri), *MODES)
+        run(2, "train.py", "plain", *arguments)
         for ranks in (2, 3, 1):
             train("ours", ranks)
         yield Loaded(found("plain", 2), {ranks: found("ours", ranks) for ranks in (1, 2, 3)})

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from interpreters import LIGHTNING
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning" / "train.py"
@@ -307,9 +307,7 @@ print("steps", sorted(found.tag for found in first.checkpoints.steps()))
 
 def test_two_trainers_of_a_process_list_remove_and_export_what_they_saved(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINERS)
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = LIGHTNING.run(["train.py"], cwd=tmp_path)
     told = done.stdout
     assert done.returncode == 0, told[-2000:] + done.stderr[-4000:]
     of_one = [f"epoch=0-step={step}.ckpt" for step in (2, 4, 6)]
@@ -347,9 +345,7 @@ def saving(folder, **more):
 def alone(folder: Path, script: str) -> str:
     """What the script says that comes behind ALONE."""
     (folder / "train.py").write_text(ALONE + script)
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = LIGHTNING.run(["train.py"], cwd=folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -598,9 +594,7 @@ except Exception as error:
 def test_a_damaged_checkpoint_is_said_and_the_one_before_it_comes_next(tmp_path: Path) -> None:
     def run(script: str) -> str:
         (tmp_path / "train.py").write_text(script)  # the job goes by its name
-        done = subprocess.run(
-            [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-        )
+        done = LIGHTNING.run(["train.py"], cwd=tmp_path)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout
 

@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from interpreters import TRANSFORMERS
 
 # Shuffled data, dropout, a schedule, evaluation with a best model; all of it Trainer's own. The attempt that ends
 # trains once more, undisturbed, by the plain Trainer.
@@ -180,9 +180,7 @@ def test_ranks_that_would_train_each_for_itself_are_refused(runs: Any, tmp_path:
 
 def test_exported_checkpoint_is_read_by_the_plain_framework(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(EXPORT)
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = TRANSFORMERS.run(["train.py"], cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "CheckpointNotFound: global step 7 is not committed: checkpoint-5" in done.stdout, done.stdout
 
@@ -258,10 +256,7 @@ def launch(folder: Path, script: str, **environment: str) -> str:
     """Runs it in that folder, as the job `train`; what it has printed."""
     (folder / "launches.py").write_text(LAUNCHES)
     (folder / "train.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-        env=os.environ | environment,
-    )  # fmt: skip
+    done = TRANSFORMERS.run(["train.py"], cwd=folder, env=os.environ | environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -1,0 +1,179 @@
+"""Interpreters that have imported a framework already: a script that is to be run is run by a fork of one.
+
+It is a process of its own, with its own folder, environment and output, that is killed and ends as any other; only what
+the import costs, seconds of a processor each time, is paid once. `stepfast` itself is imported by each script anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """`command`: as behind `python`: a file and its arguments, or `-c` and lines."""
+
+    command: tuple[str, ...]
+    folder: Path
+    environment: dict[str, str]
+    output: Path
+    errors: Path
+
+
+class Interpreter:
+    """Has imported `modules`, with these `environment` variables set. It is started when it is first needed."""
+
+    def __init__(self, *modules: str, **environment: str) -> None:
+        self._modules = modules
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.wait()
+
+    def run(
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 300
+    ) -> subprocess.CompletedProcess[str]:
+        """As `subprocess.run([sys.executable, *command])`, whose text is captured."""
+        return self._run(command, cwd, [dict(os.environ if env is None else env)], timeout)[0]
+
+    def run_gang(
+        self, ranks: int, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float = 300
+    ) -> subprocess.CompletedProcess[str]:
+        """Each rank with a launcher's environment variables, until all have ended or one has failed: then the others
+        are killed. `returncode`: the first failure's, else 0; `stdout` and `stderr`: of all, one rank after the other.
+        """
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environments = [
+            {**env, **{name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}}
+            for rank in range(ranks)
+        ]
+        ended = self._run(command, cwd, environments, timeout)
+        failures = [one.returncode for one in ended if one.returncode not in (0, -signal.SIGKILL)]
+        return subprocess.CompletedProcess(
+            command, next(iter(failures), max(abs(one.returncode) for one in ended)),
+            "".join(one.stdout for one in ended), "".join(one.stderr for one in ended),
+        )  # fmt: skip
+
+    def _run(
+        self, command: Sequence[str], folder: Path, environments: Sequence[dict[str, str]], timeout: float
+    ) -> list[subprocess.CompletedProcess[str]]:
+        if self._connection is None:
+            self._connection = self._start()
+        with tempfile.TemporaryDirectory() as texts:
+            scripts = [
+                Script(
+                    command=tuple(command), folder=folder, environment=environment,
+                    output=Path(texts, f"{rank}.output"), errors=Path(texts, f"{rank}.errors"),
+                )
+                for rank, environment in enumerate(environments)
+            ]  # fmt: skip
+            self._connection.send(scripts)
+            pids: list[int] = self._connection.recv()
+            is_late = not self._connection.poll(timeout)
+            if is_late:
+                for pid in pids:
+                    with suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+            codes: list[int] = self._connection.recv()
+            ended = [
+                subprocess.CompletedProcess(command, code, script.output.read_text(), script.errors.read_text())
+                for script, code in zip(scripts, codes, strict=True)
+            ]
+        if is_late:
+            raise subprocess.TimeoutExpired(
+                command, timeout, "".join(one.stdout for one in ended), "".join(one.stderr for one in ended)
+            )
+        return ended
+
+    def _start(self) -> Connection:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), *self._modules], pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
+            )  # fmt: skip
+        return Connection(ours.detach())
+
+
+DEEPSPEED = Interpreter("deepspeed", DS_ACCELERATOR="cpu")
+LIGHTNING = Interpreter("lightning.pytorch")
+TRANSFORMERS = Interpreter("transformers.trainer")
+INTERPRETERS = DEEPSPEED, LIGHTNING, TRANSFORMERS
+
+
+def _next_script(connection: Connection) -> Script:
+    """Returns in forks alone, each with what it is to run."""
+    while True:
+        try:
+            scripts: list[Script] = connection.recv()
+        except EOFError:
+            os._exit(0)
+        pids: list[int] = []
+        for script in scripts:
+            pid = os.fork()
+            if not pid:
+                connection.close()
+                return script
+            with suppress(PermissionError, ProcessLookupError):  # it has done so itself, or has ended
+                os.setpgid(pid, pid)
+            pids.append(pid)
+        connection.send(pids)
+        connection.send(_codes(pids))
+
+
+def _codes(pids: Sequence[int]) -> list[int]:
+    """Of processes that are all to end well: once one has not, the others are killed."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if codes[pid]:
+            for other in set(pids) - codes.keys():
+                os.killpg(other, signal.SIGKILL)
+    return [codes[pid] for pid in pids]
+
+
+def _become(script: Script) -> None:
+    """This process is from now on as one that was started for that script."""
+    os.setpgid(0, 0)
+    os.chdir(script.folder)
+    os.environ.clear()
+    os.environ.update(script.environment)
+    for number, path in ((1, script.output), (2, script.errors)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    first, *others = script.command
+    name, source = ("<string>", others.pop(0)) if first == "-c" else (first, Path(first).read_text())
+    sys.argv = [first, *others]
+    sys.path[0] = "" if first == "-c" else str(Path(first).resolve().parent)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = name
+    exec(compile(source, name, "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    for _module in sys.argv[2:]:
+        importlib.import_module(_module)
+    _threads = os.listdir("/proc/self/task")
+    assert len(_threads) == 1, f"forks of a process of {len(_threads)} threads would not be whole"
+    _become(_next_script(Connection(int(sys.argv[1]))))
