@@ -56,7 +56,7 @@ images: venv
 check: venv
 	$(MAKE) --jobs 2 lint programs
 	$(MAKE) images
-	PYTEST_ADDOPTS="--durations 120 --durations-min 8" $(MAKE) --jobs 2 --keep-going --output-sync NICE="nice -n 5" test test-cluster
+	PYTEST_ADDOPTS="--durations 40 --durations-min 20 --costs 40" $(MAKE) --jobs 2 --keep-going --output-sync NICE="nice -n 5" test test-cluster
 
 lint: venv
 	$(BIN)/ruff check .

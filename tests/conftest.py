@@ -6,7 +6,8 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +23,14 @@ settings.load_profile("stepfast")
 
 
 CLUSTER_TESTS = Path(__file__).parent / "cluster"
+COST = "processor_seconds"
 THOROUGH_TESTS = Path(__file__).with_name("thorough.txt")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help=f"run what {THOROUGH_TESTS.name} lists, and nothing else")
     parser.addoption("--everything", action="store_true", help=f"run what {THOROUGH_TESTS.name} lists, too")
+    parser.addoption("--costs", type=int, default=0, help="tell so many files whose tests took the most processor time")
     parser.addoption("--chaos-page", type=Path, help="write what rows of tests/cluster/matrix find into this page")
 
 
@@ -57,6 +60,35 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def _processor_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+_told_seconds = _processor_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What was used since the last report is that one's: on processors that are shared, time alone says little."""
+    global _told_seconds
+    report = yield
+    before, _told_seconds = _told_seconds, _processor_seconds()
+    report.user_properties.append((COST, _told_seconds - before))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    costs: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            costs[report.nodeid.partition("::")[0]] += dict(getattr(report, "user_properties", ())).get(COST, 0.0)
+    if config.option.costs:
+        terminalreporter.section(f"{sum(costs.values()):.0f} s of processors, most of it by")
+        for file, seconds in costs.most_common(config.option.costs):
+            terminalreporter.line(f"{seconds:8.1f} s {file}")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

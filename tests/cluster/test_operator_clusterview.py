@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import kopf
 import pytest
-import yaml
 
 from stepfast.kube import ALL_FIELDS, Fields, Kube
 from stepfast_operator import cache, clusterview, handlers
@@ -21,6 +17,7 @@ from stepfast_operator.jobs import Jobs
 from stepfast_operator.jobwatch import JobWatch
 from stepfast_operator.metrics import Metrics
 from testcluster.controlplane import KubernetesClient
+from testoperator.behindwire import kubeconfig_through, play_behind_a_wire
 from testoperator.connection import connect
 from testoperator.kubelet import READY, SILENT
 from testoperator.polling import until
@@ -104,15 +101,6 @@ def test_silent_watch_of_jobs_is_dropped_by_kopf_and_begun_again(
     play_behind_a_wire(operator_api, scenario)
 
 
-def kubeconfig_through(wire: Wire, api: KubernetesClient, folder: Path) -> Path:
-    document = yaml.safe_load(api.kubeconfig.read_text())
-    for cluster in document["clusters"]:
-        cluster["cluster"]["server"] = wire.url
-    path = folder / "kubeconfig"
-    path.write_text(json.dumps(document))
-    return path
-
-
 def test_node_that_is_called_silent_after_an_outage_has_time_to_speak(
     operator_api: KubernetesClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,14 +165,3 @@ def test_operator_that_begins_gives_a_node_that_was_just_called_silent_time_to_s
             assert view.is_ready(node) is not is_believed
 
     play_behind_a_wire(operator_api, scenario)
-
-
-def play_behind_a_wire(api: KubernetesClient, scenario: Callable[[World, Wire], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World.open(api.kubeconfig) as world:
-            url = urlsplit(str(world.kube._api.configuration.host))
-            assert url.hostname is not None
-            async with Wire(url.hostname, url.port or 443).laid() as wire:
-                await asyncio.wait_for(scenario(world, wire), 100)
-
-    run_to_end(run())

@@ -18,10 +18,12 @@ from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.record import State
 from testchart import chart
 from testcluster.controlplane import ApiServer, KubernetesClient
+from testoperator.behindwire import kubeconfig_through, play_behind_a_wire
 from testoperator.polling import until
 from testoperator.process import OperatorProcess, kubeconfig_of, operator_process
 from testoperator.rights import ACCOUNT, grant
 from testoperator.running import run_to_end
+from testoperator.wire import Wire
 from testoperator.world import World, manifest
 
 SERVER_SECONDS = 300
@@ -103,6 +105,39 @@ def ended_and_made(events: Events) -> Iterator[tuple[str, str]]:
         if is_kubelets and reference["name"] not in said:
             said.add(reference["name"])
             yield "ended", reference["name"]
+
+
+# ---- without its API server
+
+
+def test_operator_whose_api_server_is_away_waits_and_begins_anew_in_its_own_process(
+    operator_api: KubernetesClient, tmp_path: Path
+) -> None:
+    """A kubelet lets minutes pass before it restarts a container that has ended a few times."""
+
+    async def scenario(world: World, wire: Wire) -> None:
+        where = world.namespace
+        kubeconfig = kubeconfig_through(wire, operator_api, tmp_path)
+        wire.cut()
+        with operator_process(tmp_path, kubeconfig, namespace=where, watch=[where]) as operator:
+            said = operator.log.read_text
+            await until("it waits", lambda: said().count("TrainingJobs cannot be listed yet") > 1, seconds=60)
+            wire.mend()
+            await is_healthy(operator)
+            job = await world.make_job(trainer={"numNodes": 2})
+            await world.kubelets.started("job-1-1")
+            wire.cut()
+            await until("it knows nothing any more", lambda: "the Lease was lost" in said(), seconds=60)
+            await world.kubelets.end("job-1-0", 7)
+            wire.mend()
+            await world.kubelets.started("job-2-1")
+            for index in range(2):
+                await world.kubelets.end(f"job-2-{index}", 0)
+            await reaches(world, job, State.COMPLETE)
+            assert operator.process.poll() is None
+            assert await asyncio.to_thread(operator.terminate) == 0
+
+    play_behind_a_wire(operator_api, scenario, seconds=200)
 
 
 # ---- with the chart's rights

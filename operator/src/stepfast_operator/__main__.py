@@ -1,9 +1,10 @@
-"""Starts the operator, and ends it in order: SIGTERM, a lost Lease, or a part that failed."""
+"""Starts the operator, and ends it in order: SIGTERM, or a part that failed. Without its Lease it begins anew."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ from stepfast_operator.backends.rings import Rings
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.eventlog import EventLog
 from stepfast_operator.jobs import Jobs
-from stepfast_operator.jobwatch import JobWatch
+from stepfast_operator.jobwatch import JobWatch, wait_until_listed
 from stepfast_operator.lease import PATIENCE, Lease
 from stepfast_operator.metrics import Metrics
 from stepfast_operator.settings import Settings, parse_settings
@@ -33,7 +34,7 @@ log = logging.getLogger("stepfast_operator")
 _DRAIN_SECONDS = 5.0
 _RELEASE_SECONDS = 3.0
 _KOPF_STOP_SECONDS = 3.0
-LOST_LEASE_STATUS = 4
+_LOST_LEASE_STATUS = 4
 
 
 class Operator:
@@ -69,6 +70,7 @@ class Operator:
             return await self._serve()
 
     async def _serve(self) -> int:
+        self._hear_signals()
         parts = {
             self._start("watches", self._view.run()),
             self._start("lease", self._lease.run()),
@@ -109,9 +111,7 @@ class Operator:
     async def _begin(self) -> None:
         """Jobs are looked at once all that they depend on was read, and nobody else does it."""
         await self._kopf_ready.wait()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopping.set)  # in place of kopf's, which would end kopf alone
+        self._hear_signals()  # in place of kopf, which would end itself alone
         await self._view.synced()
         await self._lease.held.wait()
         settings, kube = self._settings, self._kube
@@ -131,8 +131,13 @@ class Operator:
         )
         log.info("TrainingJobs are looked after")
 
+    def _hear_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
+
     async def _kopf(self) -> None:
         namespaces = self._settings.namespaces
+        await wait_until_listed(self._kube, namespaces)
         await kopf.operator(
             registry=handlers.registry_of(self.jobs, self._watch),
             settings=handlers.settings_of(),
@@ -165,7 +170,7 @@ def _status_of(ended: set[asyncio.Task[Any]]) -> int:
         if error is None and task.get_name() == "kopf":
             continue
         log.error("%s ended: %s", task.get_name(), error if error is not None else "for good", exc_info=error)
-        status = LOST_LEASE_STATUS if task.get_name() == "lease" and error is None else 1
+        status = _LOST_LEASE_STATUS if task.get_name() == "lease" and error is None else 1
     return status
 
 
@@ -179,15 +184,23 @@ async def serve(settings: Settings) -> int:
 
 
 def main() -> None:
-    """Reads the command line and serves until SIGTERM."""
+    """Reads the command line and serves until SIGTERM.
+
+    An operator that has lost its Lease knows nothing any more, and begins anew in its own process: where the API server
+    was away a few times, a kubelet would wait for minutes before it restarts the container.
+    """
     settings = parse_settings(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s stepfast-operator %(levelname)s %(message)s")
     for noisy in ("kopf.objects", "azure"):  # a line for each event of each job, and for each request to the storage
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        sys.exit(asyncio.run(serve(settings)))
+        status = asyncio.run(serve(settings))
     except (StepfastError, OSError) as error:
         sys.exit(f"stepfast-operator: {error}")
+    if status == _LOST_LEASE_STATUS:
+        logging.shutdown()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    sys.exit(status)
 
 
 if __name__ == "__main__":

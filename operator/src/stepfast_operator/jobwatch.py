@@ -14,6 +14,7 @@ from stepfast.kube import Kube, KubeError
 log = logging.getLogger(__name__)
 
 _LIST_SECONDS = 20.0
+_WAIT_SECONDS = 2.0
 
 
 class JobWatch:
@@ -54,8 +55,7 @@ class JobWatch:
 
     async def run(self, kube: Kube, namespaces: Sequence[str]) -> None:
         """Compares now and then, until cancelled."""
-        root = "/apis/stepfast.dev/v1alpha1"
-        paths = [f"{root}/namespaces/{name}/trainingjobs" for name in namespaces] or [f"{root}/trainingjobs"]
+        paths = _paths(namespaces)
         while True:
             await asyncio.sleep(_LIST_SECONDS)
             asked = time.monotonic()
@@ -65,3 +65,22 @@ class JobWatch:
                 log.warning("TrainingJobs were not listed: %s", error)
                 continue
             self.compare(listed, asked)
+
+
+async def wait_until_listed(kube: Kube, namespaces: Sequence[str]) -> None:
+    """Until the API server lists TrainingJobs for us: where it is away, or just back and knows of nobody's rights yet,
+    kopf would end.
+    """
+    for path in _paths(namespaces):
+        while True:
+            try:
+                await kube.get(path, limit="1")
+                break
+            except KubeError as error:
+                log.warning("TrainingJobs cannot be listed yet: %s", error)
+            await asyncio.sleep(_WAIT_SECONDS)
+
+
+def _paths(namespaces: Sequence[str]) -> list[str]:
+    root = "/apis/stepfast.dev/v1alpha1"
+    return [f"{root}/namespaces/{name}/trainingjobs" for name in namespaces] or [f"{root}/trainingjobs"]
