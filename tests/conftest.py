@@ -17,6 +17,8 @@ import pytest
 from benchmarks.stores.azurite import Azurite, running_azurite
 from hypothesis import settings
 
+from interpreters import INTERPRETERS
+
 # CI judges a change by the same examples each time; elsewhere new ones are looked for.
 settings.register_profile("stepfast", derandomize=bool(os.environ.get("CI")), deadline=None)
 settings.load_profile("stepfast")
@@ -64,7 +66,7 @@ def pytest_collection_finish() -> None:
 
 def _processor_seconds() -> float:
     """Of this process and of those that it has waited for."""
-    return sum(os.times()[:4])
+    return sum(os.times()[:4]) + sum(interpreter.processor_seconds for interpreter in INTERPRETERS)
 
 
 _told_seconds = _processor_seconds()
@@ -104,6 +106,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def _is_cluster_asked_for(config: pytest.Config) -> bool:
     asked = [Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in config.args]
     return any(path.is_relative_to(CLUSTER_TESTS) for path in asked)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ended_interpreters() -> Iterator[None]:
+    """Those that the tests have started end with them."""
+    yield
+    for interpreter in INTERPRETERS:
+        interpreter.end()
 
 
 @pytest.fixture(scope="session")

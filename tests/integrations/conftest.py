@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from interpreters import INTERPRETERS
-
 HERE = Path(__file__).parent
 
 
@@ -40,14 +38,6 @@ class Oracle:
         answer = self._process.stdout.readline()
         assert answer, f"DeepSpeed's process ended with {self._process.wait(10)}"
         return json.loads(answer)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def ended_interpreters() -> Iterator[None]:
-    """Those that the tests have started end with them."""
-    yield
-    for interpreter in INTERPRETERS:
-        interpreter.end()
 
 
 @pytest.fixture(scope="session")

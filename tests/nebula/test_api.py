@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from interpreters import TORCH
 from stepfast import nebula as nm
 from stepfast.errors import CheckpointNotFound, SpecError, StateUnsupported, StorageError
 from stepfast.nebula import engine
@@ -145,7 +145,7 @@ nm.Checkpoint("global_step1").save("model", 1)
 {end}
 """
     Path("train.py").write_text(script)
-    subprocess.run([sys.executable, "train.py"], check=False, capture_output=True, timeout=120)
+    TORCH.run(["train.py"], cwd=Path.cwd())
     assert tags() == tags_then
 
 
@@ -168,7 +168,7 @@ except Exception:
 @pytest.mark.parametrize("end", ["sys.exit(1)", "raise SystemExit('no data')", "sys.exit('no data')", "exit(1)"])
 def test_script_that_fails_by_its_exit_status_commits_no_half_checkpoint(end: str, storage: Path) -> None:
     Path("train.py").write_text(FAILING.format(storage=str(storage), end=end))
-    done = subprocess.run([sys.executable, "train.py"], check=False, capture_output=True, text=True, timeout=120)
+    done = TORCH.run(["train.py"], cwd=Path.cwd())
     assert done.returncode == 1
     assert "'global_step1' is not committed" in done.stderr
     assert "call commit()" in done.stderr
@@ -197,7 +197,7 @@ for name in {names}:
     checkpoint.save(name, 3)
 {end}
 """)
-    subprocess.run([sys.executable, "train.py"], check=False, capture_output=True, timeout=120)
+    TORCH.run(["train.py"], cwd=Path.cwd())
     assert tags() == [f"global_step{step}" for step in tags_then]
 
 
@@ -373,10 +373,10 @@ def test_storage_elsewhere_is_looked_at_again(tmp_path: Path, first: list[int]) 
     other = str(tmp_path / "other")
     code = "import stepfast.nebula as nm; nm.init({!r}); nm.Checkpoint('global_step1', 1).save('model', {})"
     for value in first:
-        subprocess.run([sys.executable, "-c", code.format(other, value)], check=True, timeout=120)
+        TORCH.run(["-c", code.format(other, value)], cwd=tmp_path).check_returncode()
     latest = nm.get_latest_checkpoint(persist_path=other)
     assert (latest.load("model") if latest is not None else None) == (first[0] if first else None)
-    subprocess.run([sys.executable, "-c", code.format(other, 2)], check=True, timeout=120)
+    TORCH.run(["-c", code.format(other, 2)], cwd=tmp_path).check_returncode()
     latest = nm.get_latest_checkpoint(persist_path=other)
     assert latest is not None
     assert latest.load("model") == 2
@@ -391,7 +391,7 @@ from stepfast.torch import Checkpointer
 with Checkpointer(state={{"x": 1}}) as checkpointer:
     checkpointer.save(7).wait()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    TORCH.run(["-c", code], cwd=Path.cwd()).check_returncode()
     (tag,) = tags()
     found = nm.get_checkpoint(str(tag))
     assert found is not None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from interpreters import TORCH
 from stepfast.storage import open_store
 
 # Every rank saves 4 MiB of its own; the agent has memory for two checkpoints.
@@ -58,11 +57,9 @@ def test_what_does_not_fit_is_committed_by_no_rank_and_the_rest_by_all(
 ) -> None:
     node = start_node((tmp_path / "storage").as_uri(), memory_limit=20 << 20)
     (tmp_path / "train.py").write_text(TRAINING)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    done = subprocess.run(
-        [sys.executable, *command, str(tmp_path / "storage" / str(bench.JOB))], cwd=tmp_path, text=True,
+    done = TORCH.run_gang(
+        2, ["train.py", str(tmp_path / "storage" / str(bench.JOB))], cwd=tmp_path,
         env={**node.rank_environment(), "STEPFAST_SETTINGS": '{"onBusy": "Skip", "maxToKeep": 0, "node": 0}'},
-        capture_output=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from interpreters import TORCH
 
 # Between the documentation's lines is only what a script needs around them.
 DOCUMENT = """
@@ -68,10 +68,7 @@ def test_document_runs_without_a_launcher_after_one_import(first: str, tmp_path:
         script = script.replace("import nebulaml as nm\n", "")
     (tmp_path / "train.py").write_text(first + script)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("STEPFAST_", "NEBULA_"))}
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env={**environment, **MEMORY}, text=True, capture_output=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+    done = TORCH.run(["train.py"], cwd=tmp_path, env={**environment, **MEMORY})
     assert done.returncode == 0, done.stderr
     assert LISTED in done.stdout
     steps = sorted(path.name for path in (tmp_path / "storage/local/train").iterdir() if path.is_dir())

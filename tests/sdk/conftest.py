@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 
+from interpreters import TORCH
 from stepfast.admission import Interval
 from stepfast.environment import Environment
 from stepfast.step import JobKey, OnBusy
@@ -317,7 +318,7 @@ if torch.distributed.is_initialized():
 
 @dataclass(slots=True)
 class Launcher:
-    """Runs scripts under torchrun, gloo, on this machine, for one job on one storage."""
+    """Runs scripts as torchrun does, with gloo, on this machine, for one job on one storage."""
 
     bench: Bench
     folder: Path
@@ -343,6 +344,7 @@ class Launcher:
         self, script: str | Path, *arguments: str, ranks: int, agent: RunningAgent | None = None, attempt: int = 1,
         **variables: str,
     ) -> subprocess.Popen[str]:  # fmt: skip
+        """Begins it under torchrun."""
         path = script if isinstance(script, Path) else self.write(script)
         command = [
             sys.executable,
@@ -357,14 +359,15 @@ class Launcher:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
 
-    def run(self, script: str | Path, *arguments: str, timeout_seconds: float = 300.0, **options: Any) -> Finished:
-        """Runs it to its end; whatever happens, none of its processes is left."""
-        with self.start(script, *arguments, **options) as process:
-            try:
-                output, _ = process.communicate(timeout=timeout_seconds)
-            finally:
-                kill_tree(process)
-        return Finished(code=process.returncode, output=output)
+    def run(
+        self, script: str | Path, *arguments: str, ranks: int, agent: RunningAgent | None = None, attempt: int = 1,
+        timeout_seconds: float = 300.0, **variables: str,
+    ) -> Finished:  # fmt: skip
+        """Runs it to its end."""
+        path = script if isinstance(script, Path) else self.write(script)
+        environment = self.variables(agent, attempt, variables)
+        done = TORCH.run_gang(ranks, [str(path), *arguments], cwd=self.folder, env=environment, timeout=timeout_seconds)
+        return Finished(code=done.returncode, output=done.stdout + done.stderr)
 
     def end(self, process: subprocess.Popen[str]) -> None:
         """Ends what `start` started, with its descendants."""
@@ -382,7 +385,7 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def launcher(bench: Bench, tmp_path: Path) -> Launcher:
-    """Scripts under torchrun on the same storage as `bench`."""
+    """Scripts as under torchrun on the same storage as `bench`."""
     return Launcher(bench, tmp_path)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from interpreters import TORCH
 from stepfast import catalog
 from stepfast.layout import job_folder
 from stepfast.storage import open_store
@@ -88,12 +87,10 @@ def test_ranks_that_the_script_started_itself_are_one_gang(
         del variables["STEPFAST_RUN"]
     script = launcher.write(SPAWNED)
     for launch in range(2):
-        command = [sys.executable, str(script), (tmp_path / f"meeting-{launch}").as_uri()]
+        command = [str(script), (tmp_path / f"meeting-{launch}").as_uri()]
         if with_agent:
             variables["STEPFAST_RUN"] = f"spawned-{launch}"
-        done = subprocess.run(
-            command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
-        )
+        done = TORCH.run(command, env=variables, cwd=tmp_path)
         assert (done.returncode, done.stdout.count(f"went on from {launch}")) == (0, 2), done.stdout + done.stderr
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from stepfast import catalog
 from stepfast.errors import CheckpointDamaged, CheckpointerOpen, CheckpointNotFound, CheckpointUnsafe, GangError
-from stepfast.layout import job_folder
+from stepfast.layout import HISTORIES, job_folder
 from stepfast.step import OnBusy
 from stepfast.storage import open_store
 from stepfast.tags import TagBook
@@ -203,10 +203,12 @@ def test_launcher_names_the_step_to_go_on_from(make: Make, named: int | None, fo
     assert (latest.step if latest is not None else None) == found
 
 
-def test_first_save_does_not_wait_for_a_storage_that_is_away(any_bench: Any) -> None:
+def test_first_save_does_not_wait_for_a_storage_that_is_away(any_bench: Any, until: Any) -> None:
     with maker(any_bench) as make:
         save(make(), "global_step500", x=1)
         anew = make()
+        if any_bench.socket is not None:
+            until((any_bench.folder / HISTORIES).exists, "the last that an agent writes of a step")
         aside = any_bench.storage / "aside"
         any_bench.folder.rename(aside)
         any_bench.folder.symlink_to(any_bench.folder)  # whatever is to be listed or written there fails

@@ -40,12 +40,14 @@ class Interpreter:
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self.processor_seconds = 0.0  # of its scripts, until they are known as those of a child that has ended
 
     def end(self) -> None:
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
             self._process.wait()
+            self.processor_seconds = 0.0
 
     def run(
         self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 300
@@ -56,12 +58,16 @@ class Interpreter:
     def run_gang(
         self, ranks: int, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
-        """Each rank with a launcher's environment variables, until all have ended or one has failed: then the others
-        are killed. `returncode`: the first failure's, else 0; `stdout` and `stderr`: of all, one rank after the other.
+        """As torchrun starts them on one node, with its variables and its store. Once one has failed the others are
+        killed. `returncode`: of the first that failed, else 0; `stdout` and `stderr`: of all, one rank after the other.
         """
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {
+            "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
+        }  # fmt: skip
         environments = [
             {**env, **{name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}}
             for rank in range(ranks)
@@ -93,7 +99,8 @@ class Interpreter:
                 for pid in pids:
                     with suppress(ProcessLookupError):
                         os.killpg(pid, signal.SIGKILL)
-            codes: list[int] = self._connection.recv()
+            codes, seconds = self._connection.recv()
+            self.processor_seconds += seconds
             ended = [
                 subprocess.CompletedProcess(command, code, script.output.read_text(), script.errors.read_text())
                 for script, code in zip(scripts, codes, strict=True)
@@ -108,16 +115,17 @@ class Interpreter:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *self._modules], pass_fds=[theirs.fileno()],
+                [sys.executable, "-u", __file__, str(theirs.fileno()), *self._modules], pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
             )  # fmt: skip
         return Connection(ours.detach())
 
 
+TORCH = Interpreter("torch", "torch.distributed")
 DEEPSPEED = Interpreter("deepspeed", DS_ACCELERATOR="cpu")
 LIGHTNING = Interpreter("lightning.pytorch")
 TRANSFORMERS = Interpreter("transformers.trainer")
-INTERPRETERS = DEEPSPEED, LIGHTNING, TRANSFORMERS
+INTERPRETERS = TORCH, DEEPSPEED, LIGHTNING, TRANSFORMERS
 
 
 def _next_script(connection: Connection) -> Script:
@@ -137,19 +145,23 @@ def _next_script(connection: Connection) -> Script:
                 os.setpgid(pid, pid)
             pids.append(pid)
         connection.send(pids)
-        connection.send(_codes(pids))
+        connection.send(_ends(pids))
 
 
-def _codes(pids: Sequence[int]) -> list[int]:
-    """Of processes that are all to end well: once one has not, the others are killed."""
+def _ends(pids: Sequence[int]) -> tuple[list[int], float]:
+    """The exit codes of processes that are all to end well, once one has not the others are killed; the seconds of
+    processors that they used.
+    """
     codes: dict[int, int] = {}
+    seconds = 0.0
     while len(codes) < len(pids):
-        pid, status = os.wait()
+        pid, status, usage = os.wait4(-1, 0)
+        seconds += usage.ru_utime + usage.ru_stime
         codes[pid] = os.waitstatus_to_exitcode(status)
         if codes[pid]:
             for other in set(pids) - codes.keys():
                 os.killpg(other, signal.SIGKILL)
-    return [codes[pid] for pid in pids]
+    return [codes[pid] for pid in pids], seconds
 
 
 def _become(script: Script) -> None:
