@@ -122,8 +122,9 @@ def test_operator_whose_api_server_is_away_waits_and_begins_anew_in_its_own_proc
         with operator_process(tmp_path, kubeconfig, namespace=where, watch=[where]) as operator:
             said = operator.log.read_text
             await until("it waits", lambda: said().count("TrainingJobs cannot be listed yet") > 1, seconds=60)
+            assert (operator.health(), operator.health("/readyz")[0]) == ((200, "ok\n"), 503)
             wire.mend()
-            await is_healthy(operator)
+            await until("it is ready", lambda: operator.health("/readyz") == (200, "ok\n"))
             job = await world.make_job(trainer={"numNodes": 2})
             await world.kubelets.started("job-1-1")
             wire.cut()

@@ -64,9 +64,10 @@ class Operator:
         settings = self._settings
         async with AsyncExitStack() as stack:
             metrics = serving.metrics_answer(self.metrics)
-            await stack.enter_async_context(serving.serve(settings.metrics_port, "/metrics", metrics))
-            health = serving.health_answer(self._ages)
-            await stack.enter_async_context(serving.serve(settings.health_port, "/healthz", health))
+            await stack.enter_async_context(serving.serve(settings.metrics_port, metrics=metrics))
+            health = serving.health_answer(self._view.ages, self._watch.age_seconds)
+            ready = serving.ready_answer(self._kopf_ready.is_set)
+            await stack.enter_async_context(serving.serve(settings.health_port, healthz=health, readyz=ready))
             return await self._serve()
 
     async def _serve(self) -> int:

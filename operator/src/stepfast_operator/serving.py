@@ -1,4 +1,4 @@
-"""The operator's two small HTTP servers: metrics, and the health probe."""
+"""The operator's two small HTTP servers: metrics, and the probes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from aiohttp import web
 
 from stepfast_operator.metrics import Metrics
 
-# Beyond the watches' own time-outs: the API server is away, or a watcher is dead. A new process costs nothing then.
+# Beyond the watches' own time-outs: such a watcher is dead, and a new process costs nothing.
 DEAD_WATCH_SECONDS = 180.0
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @asynccontextmanager
-async def serve(port: int | None, path: str, answer: Callable[[], web.Response]) -> AsyncIterator[None]:
-    """Answers GET on that path of every address of the pod while the context lasts; nothing without a port."""
+async def serve(port: int | None, **answers: Callable[[], web.Response]) -> AsyncIterator[None]:
+    """Answers GET /<name> on every address of the pod while the context lasts; nothing without a port."""
     if port is None:
         yield
         return
 
-    async def handle(_: web.Request) -> web.Response:
-        return answer()
+    async def handle(request: web.Request) -> web.Response:
+        return answers[request.path.lstrip("/")]()
 
     application = web.Application()
-    application.router.add_get(path, handle)
+    for name in answers:
+        application.router.add_get(f"/{name}", handle)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     try:
@@ -39,14 +40,32 @@ def metrics_answer(metrics: Metrics) -> Callable[[], web.Response]:
     return lambda: web.Response(body=metrics.text(), headers={"Content-Type": _TEXT})
 
 
-def health_answer(ages: Callable[[], Mapping[str, float]]) -> Callable[[], web.Response]:
-    """200 while every watch is alive, else 503 naming those that are not."""
+def health_answer(ages: Callable[[], Mapping[str, float]], owed: Callable[[], float]) -> Callable[[], web.Response]:
+    """200 while every watch is alive, else 503 naming those that are not. `ages`: the seconds since each of our own has
+    heard of the API server; `owed`: for which that of TrainingJobs owes something. Where all are silent it is the API
+    server that is away, which no new process brings back.
+    """
 
     def answer() -> web.Response:
-        dead = {name: age for name, age in ages().items() if age > DEAD_WATCH_SECONDS}
+        silent = ages()
+        away = min(silent.values())
+        dead = {
+            name: age for name, age in {**silent, "trainingjobs": owed()}.items() if age - away > DEAD_WATCH_SECONDS
+        }
         if not dead:
             return web.Response(text="ok\n")
         text = "".join(f"{name}: nothing heard for {age:.0f} s\n" for name, age in sorted(dead.items()))
         return web.Response(status=503, text=text)
+
+    return answer
+
+
+def ready_answer(has_begun: Callable[[], bool]) -> Callable[[], web.Response]:
+    """200 once TrainingJobs are heard of, else 503."""
+
+    def answer() -> web.Response:
+        return (
+            web.Response(text="ok\n") if has_begun() else web.Response(status=503, text="no TrainingJob is seen yet\n")
+        )
 
     return answer

@@ -44,7 +44,7 @@ def parse_settings(arguments: Sequence[str], env: Mapping[str, str] | None = Non
     )  # fmt: skip
     parser.add_argument(
         "--health-port", type=int, default=given.get(f"{_PREFIX}HEALTH_PORT") or None,
-        help="serve the health probe (/healthz)",
+        help="serve the probes (/healthz, /readyz)",
     )  # fmt: skip
     parsed = parser.parse_args(arguments)
     return Settings(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
 from testcluster.waiting import lasting, wait_until
 from testjobs.account import COMMITTED, Account, check_ledger
 from testjobs.job import Job
+from testjobs.release import Release
 
 
 def wait_for_stored(job: Job, step: int) -> None:
@@ -23,7 +25,10 @@ def wait_for_stored(job: Job, step: int) -> None:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("seconds", "pace"), [(30, 0.2), (300, 1.0)], ids=["30-s", "5-min"])
-def test_api_server_stopped(job: Callable[..., Job], account: Account, seconds: int, pace: float) -> None:
+def test_api_server_stopped(
+    job: Callable[..., Job], account: Account, release: Release, seconds: int, pace: float
+) -> None:
+    before = restarts_of(release.operator_pod())
     training = job("--pace", str(pace))
     committed = training.wait_for_commit(COMMITTED)["checkpoint"]["latestPersistedStep"]
     with training.cluster.control_plane.without_api_server():
@@ -32,6 +37,11 @@ def test_api_server_stopped(job: Callable[..., Job], account: Account, seconds: 
         stored = max(training.commits()[1])
     training.wait("the status catches up", lambda status: status["checkpoint"]["latestPersistedStep"] >= stored)
     account.check_end(training, restarts=0, seconds=900)
+    assert restarts_of(release.operator_pod()) == before, "it begins anew by itself, and waits for no kubelet"
+
+
+def restarts_of(pod: Mapping[str, Any]) -> tuple[str, list[int]]:
+    return pod["metadata"]["uid"], [container["restartCount"] for container in pod["status"]["containerStatuses"]]
 
 
 def test_api_server_stopped_and_a_rank_killed_meanwhile(job: Callable[..., Job], account: Account) -> None:

@@ -34,10 +34,10 @@ class OperatorProcess:
     def scrape(self) -> str:
         return _get(self.metrics_port, "/metrics")[1]
 
-    def health(self) -> tuple[int, str]:
-        """0 while nobody answers."""
+    def health(self, path: str = "/healthz") -> tuple[int, str]:
+        """What a probe is answered; 0 while nobody does."""
         try:
-            return _get(self.health_port, "/healthz")
+            return _get(self.health_port, path)
         except urllib.error.HTTPError as refused:
             return refused.code, refused.read().decode()
         except OSError:
