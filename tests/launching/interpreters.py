@@ -6,6 +6,7 @@ the import costs, seconds of a processor each time, is paid once. `stepfast` its
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -121,10 +122,11 @@ class Interpreter:
         return Connection(ours.detach())
 
 
-TORCH = Interpreter("torch", "torch.distributed")
-DEEPSPEED = Interpreter("deepspeed", DS_ACCELERATOR="cpu")
-LIGHTNING = Interpreter("lightning.pytorch")
-TRANSFORMERS = Interpreter("transformers.trainer")
+_OF_OPTIMIZERS = "torch._dynamo"  # the first of a process imports it
+TORCH = Interpreter("torch", _OF_OPTIMIZERS)
+DEEPSPEED = Interpreter("deepspeed", _OF_OPTIMIZERS, DS_ACCELERATOR="cpu")
+LIGHTNING = Interpreter("lightning.pytorch", _OF_OPTIMIZERS)
+TRANSFORMERS = Interpreter("transformers.trainer", _OF_OPTIMIZERS)
 INTERPRETERS = TORCH, DEEPSPEED, LIGHTNING, TRANSFORMERS
 
 
@@ -186,6 +188,7 @@ def _become(script: Script) -> None:
 if __name__ == "__main__":
     for _module in sys.argv[2:]:
         importlib.import_module(_module)
+    gc.freeze()  # what is imported is no garbage of a fork: to look through it, and to copy its pages, takes seconds
     _threads = os.listdir("/proc/self/task")
     assert len(_threads) == 1, f"forks of a process of {len(_threads)} threads would not be whole"
     _become(_next_script(Connection(int(sys.argv[1]))))
