@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from interpreters import TORCH
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp2" / "train.py"
 TENSOR = ("--tensor-parallel", "2")
 
@@ -47,11 +49,21 @@ def test_killed_sharded_training_goes_on_bit_for_bit(runs: Any, options: Sequenc
     assert any("@" in name for name in names), "and the shards of each rank"
 
 
-def test_a_sharded_step_is_loaded_on_any_number_of_ranks(runs: Any) -> None:
-    whole = _train(runs, "whole", ranks=1, steps=10)
+def _train_alone(folder: Path, *options: str, ranks: int, steps: int) -> dict[str, Any]:
+    """Without a launcher."""
+    folder.mkdir(exist_ok=True)
+    command = [str(SCRIPT), "--steps", str(steps), "--save-every", "1", "--final-state", "end.json", *options]
+    done = TORCH.run_gang(ranks, command, cwd=folder)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found: dict[str, Any] = json.loads((folder / "end.json").read_text())
+    return found
+
+
+def test_a_sharded_step_is_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
+    whole = _train_alone(tmp_path / "whole", ranks=1, steps=10)
     begin = 0
     for ranks, until, options in [(2, 2, ()), (3, 4, ()), (4, 6, TENSOR), (1, 8, ()), (2, 10, TENSOR)]:
-        found = _train(runs, "moving", *options, ranks=ranks, steps=until)
+        found = _train_alone(tmp_path / "moving", *options, ranks=ranks, steps=until)
         assert found["begin"] == begin
         assert len(found["losses"]) == until - begin
         for step, loss in found["losses"].items():

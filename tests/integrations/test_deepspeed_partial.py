@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,14 +123,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     folder, arguments = tmp_path_factory.mktemp("partial"), [json.dumps(MODES), json.dumps(WAYS)]
     (folder / "train.py").write_text(TRAINING)
     uri = folder / ".stepfast" / "checkpoints" / "local" / "train"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
 
-    def run(ranks: int, *command: str, **job: str) -> None:
-        done = DEEPSPEED.run_gang(ranks, command, cwd=folder, env=environment | job)
+    def run(ranks: int, *command: str) -> None:
+        done = DEEPSPEED.run_gang(ranks, command, cwd=folder)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-    def train(who: str, ranks: int) -> None:
-        run(ranks, "train.py", who, *arguments, STEPFAST_JOB="local/train")
 
     def found(who: str, ranks: int) -> dict[str, Any]:
         results: dict[str, Any] = json.loads((folder / f"{who}-{ranks}.json").read_text())
@@ -139,11 +134,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
     export = "import sys; from stepfast.integrations.deepspeed import export_checkpoint as export; "
     export += "[export(sys.argv[1], 'exported-' + tag, tag) for tag in sys.argv[2:]]"
-    train("saver", 2)
+    run(2, "train.py", "saver", *arguments)
     run(1, "-c", export, str(uri), *MODES)
     run(2, "train.py", "plain", *arguments)
     for ranks in (2, 3, 1):
-        train("ours", ranks)
+        run(ranks, "train.py", "ours", *arguments)
     return Loaded(found("plain", 2), {ranks: found("ours", ranks) for ranks in (1, 2, 3)})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from interpreters import DEEPSPEED
 
 # All modes in one process, one after the other; a step's batch is the same, however many ranks it is divided among.
 TRAINING = """
@@ -111,32 +112,18 @@ class Moved:
 
 
 @pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory, load_module: Callable[[str], Any]) -> Iterator[Moved]:
-    runs = load_module("runs").Runs(tmp_path_factory.mktemp("ranks"))
-    (runs.folder / "train.py").write_text(TRAINING)
-
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
     def train(name: str, ranks: int, until: int) -> dict[str, Any]:
-        runs.run(
-            "--name",
-            name,
-            "--max-restarts",
-            "0",
-            "--nproc-per-node",
-            str(ranks),
-            "train.py",
-            name,
-            str(until),
-            json.dumps(MODES),
-        )
-        found: dict[str, Any] = json.loads((runs.folder / name).read_text())
+        folder = tmp_path_factory.getbasetemp() / name
+        folder.mkdir(exist_ok=True)
+        (folder / "train.py").write_text(TRAINING)
+        done = DEEPSPEED.run_gang(ranks, ["train.py", name, str(until), json.dumps(MODES)], cwd=folder)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        found: dict[str, Any] = json.loads((folder / name).read_text())
         return found
 
-    try:
-        yield Moved(
-            [train("moving", ranks, until) for ranks, until in [(2, 3), (1, 6), (2, 9), (3, 12)]], train("whole", 1, 12)
-        )
-    finally:
-        runs.end()
+    parts = [train("moving", ranks, until) for ranks, until in [(2, 3), (1, 6), (2, 9), (3, 12)]]
+    return Moved(parts, train("whole", 1, 12))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -181,12 +168,11 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_a_rank_that_was_not_there_before_has_the_buffers_of_rank_0_and_generators_of_its_own(
-    runs: Any, tmp_path: Path
-) -> None:
+def test_a_rank_that_was_not_there_before_has_the_buffers_of_rank_0_and_generators_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OWN)
-    runs.run("--nproc-per-node", "2", "train.py", "save")
-    runs.run("--nproc-per-node", "3", "train.py", "load")
+    for ranks, what in ((2, "save"), (3, "load")):
+        done = DEEPSPEED.run_gang(ranks, ["train.py", what], cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     saved = [json.loads((tmp_path / f"save.{rank}").read_text()) for rank in range(2)]
     drawn = torch.rand(1, generator=torch.Generator().manual_seed(202)).item()
     assert [buffer for buffer, _ in saved] == [10, 11]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from interpreters import LIGHTNING
 
 BEGIN = """
 import json, os, shutil, signal, sys, warnings
@@ -107,10 +107,7 @@ StepfastDeepSpeedStrategy(stage=3, offload_optimizer=True, offload_optimizer_dev
 
 
 def test_optimizer_on_nvme_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ON_NVME], cwd=tmp_path, env={**os.environ, "DS_ACCELERATOR": "cpu"}, text=True,
-        capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = LIGHTNING.run(["-c", ON_NVME], cwd=tmp_path, env={**os.environ, "DS_ACCELERATOR": "cpu"})
     assert "StateUnsupported: offload_optimizer to NVMe: " in done.stderr
 
 

@@ -171,11 +171,12 @@ except Exception as error:
 """
 
 
-def test_ranks_that_would_train_each_for_itself_are_refused(runs: Any, tmp_path: Path) -> None:
+def test_ranks_that_would_train_each_for_itself_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(APART)
-    runs.run("--nproc-per-node", "2", "train.py")
-    assert "StateUnsupported: the job has 2 ranks, of which Trainer sees 1: each of them would train" in runs.log
-    assert "use_cpu=True" in runs.log
+    done = TRANSFORMERS.run_gang(2, ["train.py"], cwd=tmp_path)
+    refused = "StateUnsupported: the job has 2 ranks, of which Trainer sees 1: each of them would train"
+    assert refused in done.stdout, done.stderr[-3000:]
+    assert "use_cpu=True" in done.stdout
 
 
 def test_exported_checkpoint_is_read_by_the_plain_framework(tmp_path: Path) -> None:

@@ -57,12 +57,23 @@ class Interpreter:
         return self._run(command, cwd, [dict(os.environ if env is None else env)], timeout)[0]
 
     def run_gang(
-        self, ranks: int, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float = 300
+        self,
+        ranks: int,
+        command: Sequence[str],
+        *,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         """As torchrun starts them on one node, with its variables and its store. Once one has failed the others are
-        killed. `returncode`: of the first that failed, else 0; `stdout` and `stderr`: of all, one rank after the other.
+        killed. `env`: by default that of a job `local/train` without an agent, with its storage in `cwd`.
+        `returncode`: of the first that failed, else 0; `stdout` and `stderr`: of all, one rank after the other.
         """
         from torch.distributed import TCPStore
+
+        if env is None:
+            env = {key: value for key, value in os.environ.items() if not key.startswith("STEPFAST_")}
+            env |= {"STEPFAST_JOB": "local/train"}
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {

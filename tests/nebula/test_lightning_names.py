@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from interpreters import LIGHTNING
+
 TRAINING = """
 import json, os, signal, sys, warnings
 warnings.filterwarnings("ignore")
@@ -48,9 +50,7 @@ def test_callback_saves_what_model_checkpoint_lists_and_a_killed_job_goes_on(run
 
 def test_what_the_callback_cannot_be_told_is_said(tmp_path: Path) -> None:
     script = "from stepfast import nebula\nnebula.NebulaCallback(config_params={'persistent_path': 1})"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = LIGHTNING.run(["-c", script], cwd=tmp_path)
     assert "config_params.persistent_path" in done.stderr
     assert "persistent_storage_path" in done.stderr
 
