@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -46,9 +46,10 @@ class Interpreter:
     def end(self) -> None:
         if self._connection is not None:
             self._connection.close()
+            self._connection = None
         if self._process is not None:
             self._process.wait()
-            self.processor_seconds = 0.0
+            self._process, self.processor_seconds = None, 0.0
 
     def run(
         self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 300
@@ -104,15 +105,7 @@ class Interpreter:
                 )
                 for rank, environment in enumerate(environments)
             ]  # fmt: skip
-            self._connection.send(scripts)
-            pids: list[int] = self._connection.recv()
-            is_late = not self._connection.poll(timeout)
-            if is_late:
-                for pid in pids:
-                    with suppress(ProcessLookupError):
-                        os.killpg(pid, signal.SIGKILL)
-            codes, seconds = self._connection.recv()
-            self.processor_seconds += seconds
+            codes, is_late = self._ended(scripts, timeout)
             ended = [
                 subprocess.CompletedProcess(command, code, script.output.read_text(), script.errors.read_text())
                 for script, code in zip(scripts, codes, strict=True)
@@ -122,6 +115,23 @@ class Interpreter:
                 command, timeout, "".join(one.stdout for one in ended), "".join(one.stderr for one in ended)
             )
         return ended
+
+    def _ended(self, scripts: Sequence[Script], timeout: float) -> tuple[list[int], bool]:
+        """Their exit codes, and whether they had to be killed for being late."""
+        assert self._connection is not None
+        self._connection.send(scripts)
+        pids: list[int] = self._connection.recv()
+        try:
+            is_late = not self._connection.poll(timeout)
+        except BaseException:  # whoever is interrupted here hears no answer any more
+            _kill(pids)
+            self.end()
+            raise
+        if is_late:
+            _kill(pids)
+        codes, seconds = self._connection.recv()
+        self.processor_seconds += seconds
+        return codes, is_late
 
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
@@ -172,9 +182,14 @@ def _ends(pids: Sequence[int]) -> tuple[list[int], float]:
         seconds += usage.ru_utime + usage.ru_stime
         codes[pid] = os.waitstatus_to_exitcode(status)
         if codes[pid]:
-            for other in set(pids) - codes.keys():
-                os.killpg(other, signal.SIGKILL)
+            _kill(set(pids) - codes.keys())
     return [codes[pid] for pid in pids], seconds
+
+
+def _kill(groups: Iterable[int]) -> None:
+    for group in groups:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def _become(script: Script) -> None:

@@ -64,8 +64,8 @@ def ready_answer(has_begun: Callable[[], bool]) -> Callable[[], web.Response]:
     """200 once TrainingJobs are heard of, else 503."""
 
     def answer() -> web.Response:
-        return (
-            web.Response(text="ok\n") if has_begun() else web.Response(status=503, text="no TrainingJob is seen yet\n")
-        )
+        if has_begun():
+            return web.Response(text="ok\n")
+        return web.Response(status=503, text="no TrainingJob is seen yet\n")
 
     return answer
