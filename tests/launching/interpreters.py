@@ -167,8 +167,9 @@ def _next_script(connection: Connection) -> Script:
             with suppress(PermissionError, ProcessLookupError):  # it has done so itself, or has ended
                 os.setpgid(pid, pid)
             pids.append(pid)
-        connection.send(pids)
-        connection.send(_ends(pids))
+        with suppress(BrokenPipeError):  # nobody waits for it any more
+            connection.send(pids)
+            connection.send(_ends(pids))
 
 
 def _ends(pids: Sequence[int]) -> tuple[list[int], float]:
