@@ -1,8 +1,8 @@
 """Ten jobs for two hours, and a random fault a minute: `make soak`. Nothing may leak, and no step may be lost.
 
 Jobs follow one another as they end; each has to end bit for bit as one that nothing happened to. What the operator and
-the agents take is looked at every half minute, and what is left when all jobs are gone. The report is written into
-docs/soak.md, whatever it says.
+the agents take is looked at every half minute; what they take at rest, before the first job and after the last, tells
+of leaks, and so does what is left when all jobs are gone. The report is written into docs/soak.md, whatever it says.
 
 STEPFAST_SOAK_SECONDS, STEPFAST_SOAK_JOBS and STEPFAST_SOAK_SEED are how long, how many at a time, and which faults.
 """
@@ -27,7 +27,7 @@ from testcluster.firewall import cut
 from testcluster.waiting import CommandFailed, lasting, wait_until
 from testjobs.job import STEPS, Job, Team
 from testjobs.release import Release
-from testsoak.leaks import LEAST_SAMPLES, Usage, growths, held_bytes, objects_of, trends, usages
+from testsoak.leaks import LEAST_SAMPLES, REST_SAMPLES, Usage, held_bytes, leaks, objects_of, rests, trends, usages
 
 SECONDS = float(os.environ.get("STEPFAST_SOAK_SECONDS", "7200"))
 JOBS = int(os.environ.get("STEPFAST_SOAK_JOBS", "10"))
@@ -64,7 +64,9 @@ class Soak:
     restarts: int = 0
     steps_lost: int = 0
     faults: Counter[str] = field(default_factory=Counter)
+    before: list[Usage] = field(default_factory=list)  # the first job
     samples: list[Usage] = field(default_factory=list)
+    after: list[Usage] = field(default_factory=list)  # the last job
     violations: list[str] = field(default_factory=list)
 
     @property
@@ -193,7 +195,8 @@ class Soak:
 
         with suppress(TimeoutError):
             wait_until("nothing is left", lambda: not left(), seconds=LEFT_SECONDS, every_seconds=5)
-        self.violations += [*left(), *growths(trends(self.samples))]
+        self.after = seen_at_rest(self.release)
+        self.violations += [*left(), *leaks(rests(self.before, self.after), trends(self.samples))]
 
 
 @pytest.mark.timeout(0)
@@ -205,6 +208,8 @@ def test_soak(
     soak = Soak(team=team, release=release, azurite=cluster_azurite, undisturbed=undisturbed, chance=chance)
     team.cluster.kubectl("delete", "trainingjob", "undisturbed", "-n", team.namespace, "--timeout=120s")
     before = objects_of(release, team.namespace)
+    soak.before = seen_at_rest(release)
+    soak.begin = time.monotonic()
     try:
         _run(soak)
         soak.check_what_is_left(before)
@@ -214,6 +219,15 @@ def test_soak(
     finally:
         REPORT.write_text(describe(soak))
     assert soak.violations == []
+
+
+def seen_at_rest(release: Release) -> list[Usage]:
+    """What all take, while no job is there."""
+    seen: list[Usage] = []
+    for _ in range(REST_SAMPLES):
+        threading.Event().wait(SAMPLE_SECONDS)
+        seen += usages(release)
+    return seen
 
 
 def _run(soak: Soak) -> None:
@@ -239,6 +253,12 @@ def _run(soak: Soak) -> None:
 def describe(soak: Soak) -> str:
     """The page."""
     faults = [f"| {name} | {number} |" for name, number in sorted(soak.faults.items())]
+    rested = [
+        f"| {rest.component} | {rest.before.memory_bytes >> 20} → {rest.after.memory_bytes >> 20} "
+        f"| {rest.before.files} → {rest.after.files} | {rest.before.sockets} → {rest.after.sockets} "
+        f"| {rest.before.processes} → {rest.after.processes} |"
+        for rest in rests(soak.before, soak.after)
+    ]
     taken = [
         f"| {trend.component} | {trend.samples} | {trend.first.memory_bytes >> 20} → {trend.last.memory_bytes >> 20} "
         f"| {trend.first.files} → {trend.last.files} | {trend.first.sockets} → {trend.last.sockets} |"
@@ -254,11 +274,14 @@ def describe(soak: Soak) -> str:
         f"Their gangs were restarted {soak.restarts} times; {soak.steps_lost} of {STEPS * soak.complete} steps were",
         "made twice.", "",
         "## Violations", "",
-        "A committed step that is gone; another end than that of an undisturbed job; memory, files or sockets of the",
-        "operator or of an agent that grow; slots or objects that are left when their jobs are gone.", "",
+        "A committed step that is gone; another end than that of an undisturbed job; memory, files, sockets or",
+        "processes of the operator or of an agent that stay; slots or objects that are left when jobs are gone.", "",
         *verdict, "",
         "## Faults", "", "| fault | times |", "|---|---|", *faults, "",
-        "## What they took", "",
+        "## At rest", "",
+        "Before the first job (the most that one of a kind took) → after the last: where a leak would show.", "",
+        "| container | memory, MiB | files | sockets | processes |", "|---|---|---|---|---|", *rested, "",
+        "## While jobs ran", "",
         f"Of each container's longest life, once it was warm, looked at every {SAMPLE_SECONDS:.0f} s: medians of the",
         f"first third of the samples → the last third. Fewer than {LEAST_SAMPLES} samples say nothing.", "",
         "| container | samples | memory, MiB | files | sockets |", "|---|---|---|---|---|", *taken, "",

@@ -6,67 +6,62 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from testsoak.leaks import LEAST_SAMPLES, WARM_UP_SAMPLES, Usage, growths, trends, usage_of
+import pytest
+
+from testsoak.leaks import LEAST_SAMPLES, WARM_UP_SAMPLES, Usage, leaks, rests, trends, usage_of
 
 MIB = 1 << 20
 
 
-def samples(
-    *memory_mib: float, started: str = "first", component: str = "agent on n1", kind: str = "agent", **counts: int
-) -> list[Usage]:
-    taken = {"files": 20, "sockets": 5, **counts}
-    return [
-        Usage(
-            kind=kind, component=component, started=started, memory_bytes=int(each * MIB), files=taken["files"],
-            sockets=taken["sockets"],
-        )
-        for each in memory_mib
-    ]  # fmt: skip
+def usage(component: str = "agent on n1: agent", *, started: str = "first", **taken: int) -> Usage:
+    whole = {"memory_bytes": 60 * MIB, "files": 20, "sockets": 5, "processes": 1, **taken}
+    return Usage(kind=component.partition(" ")[0].strip(":"), component=component, started=started, **whole)
 
 
-OPERATOR = samples(*[90] * 40, component="operator: operator", kind="operator")
+OTHERS = [usage("agent on n2: agent", memory_bytes=64 * MIB), usage("operator: operator")]
+LONG = [usage(which) for which in ("agent on n1: agent", "operator: operator") for _ in range(60)]
 
 
-def found(*seen: Usage) -> list[str]:
-    return list(growths(trends([*OPERATOR, *seen])))
+def found(*after: Usage, whole: Sequence[Usage] = LONG) -> list[str]:
+    return list(leaks(rests([usage(), *OTHERS], after), trends(whole)))
 
 
-def test_what_goes_up_and_down_is_no_leak() -> None:
-    assert found(*samples(*[100, 140, 90] * 40)) == []
+def test_what_is_as_it_was_at_rest_is_no_leak_however_it_was_seen_beside_that() -> None:
+    busy = usage(memory_bytes=900 * MIB, files=200, sockets=60, processes=12)
+    assert found(busy, usage(), busy, *OTHERS) == []
 
 
-def test_what_goes_up_and_up_is_one() -> None:
-    [growth] = found(*samples(*range(100, 220)))
-    assert growth.startswith("agent on n1: memory_bytes grew from ")
+@pytest.mark.parametrize(
+    ("measure", "grown", "margin"),
+    [("memory_bytes", 100 * MIB, 97 * MIB), ("files", 34, 31), ("sockets", 16, 13), ("processes", 2, 1)],
+)
+def test_what_is_more_at_rest_is_one(measure: str, grown: int, margin: int) -> None:
+    assert found(usage(**{measure: margin})) == []
+    [leak] = found(usage(**{measure: grown}), *OTHERS)
+    assert leak.startswith(f"agent on n1: agent: {measure} at rest grew from ")
 
 
-def test_an_agent_fills_until_the_first_jobs_have_left_it() -> None:
-    assert found(*samples(*range(100, 130), *[130] * 90)) == []
-
-
-def test_descriptors_are_looked_at_as_well() -> None:
-    seen = [one for number in range(120) for one in samples(100, files=20 + number, sockets=5 + number)]
-    files, sockets = found(*seen)
-    assert "files grew" in files
-    assert "sockets grew" in sockets
-
-
-def test_a_component_that_begins_anew_is_not_held_against_its_life_before() -> None:
-    assert found(*samples(*[50] * 60), *samples(*[150] * 60, started="second")) == []
-
-
-def test_one_that_lives_too_short_says_nothing_beside_one_that_lives_long() -> None:
-    assert found(*samples(*[100] * 60), *samples(*range(40), component="agent on n2")) == []
+def test_an_agent_is_held_against_the_largest_there_was_and_the_operator_against_itself() -> None:
+    assert found(usage("agent on n3: agent", started="later", memory_bytes=96 * MIB)) == []
+    assert len(found(usage("operator: operator", memory_bytes=96 * MIB))) == 1
 
 
 def test_what_was_not_seen_long_enough_is_told() -> None:
-    warm = WARM_UP_SAMPLES["agent"]
-    assert found(*samples(*[100] * (warm + LEAST_SAMPLES))) == []
-    assert found(*samples(*[100] * (warm + LEAST_SAMPLES - 1))) == [
-        "no agent lived long enough to tell whether it grows"
-    ]
+    operator = [usage("operator: operator")] * 60
+    least = WARM_UP_SAMPLES["agent"] + LEAST_SAMPLES
+    assert found(whole=[usage()] * least + operator) == []
+    short = [*[usage()] * (least - 1), *[usage(started="second")] * 5, *operator]
+    assert found(whole=short) == ["no agent lived long enough to tell whether it leaks"]
+
+
+def test_a_trend_is_of_the_longest_life_once_it_was_warm() -> None:
+    warm = WARM_UP_SAMPLES["operator"]
+    life = [usage("operator: operator", files=number) for number in range(warm + 30)]
+    [trend] = trends([*[usage("operator: operator", started="other", files=1000)] * 9, *life])
+    assert (trend.samples, trend.first.files, trend.last.files) == (30, warm + 4, warm + 24)
 
 
 def test_children_count_and_so_do_their_sockets() -> None:
@@ -80,10 +75,11 @@ def test_children_count_and_so_do_their_sockets() -> None:
         assert parent.stdout is not None
         parent.stdout.readline()
         alone = int(Path(f"/proc/{parent.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        usage = usage_of(Path("/proc"), parent.pid, kind="agent", component="both", started="now")
+        seen = usage_of(Path("/proc"), parent.pid, kind="agent", component="both", started="now")
         parent.communicate(b"\n")
-    assert usage is not None
-    assert usage.memory_bytes > 1.5 * alone
-    assert usage.sockets == 1  # the child was given none
-    assert usage.files >= 7
+    assert seen is not None
+    assert seen.memory_bytes > 1.5 * alone
+    assert seen.sockets == 1  # the child was given none
+    assert seen.files >= 7
+    assert seen.processes == 2
     assert usage_of(Path("/proc"), parent.pid, kind="agent", component="both", started="now") is None

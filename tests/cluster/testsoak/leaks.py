@@ -1,18 +1,23 @@
-"""What the operator and the agents take, and whether it grows: memory, open files, sockets; slots; objects."""
+"""What the operator and the agents take, and what of it is left at rest: memory, open files, sockets, processes; slots;
+objects.
+"""
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from testjobs.release import Release
 
-_MARGIN = {"memory_bytes": 12 << 20, "files": 12, "sockets": 12}  # beside 15 % of what it was
-LEAST_SAMPLES = 9  # of one life, to tell whether it grows
+# At rest, beside 15 % of what it was before the first job. While jobs run an agent takes what they need, now more and
+# now less.
+_MARGIN = {"memory_bytes": 24 << 20, "files": 8, "sockets": 8, "processes": 0}
+REST_SAMPLES = 8  # half a minute apart: a job's process ends when nobody has needed it for two minutes
+LEAST_SAMPLES = 9  # of one life, to leave something behind
 # An agent fills until the first jobs have left it, ten minutes after their end; samples are half a minute apart.
 WARM_UP_SAMPLES = {"agent": 36, "operator": 4}
 _KINDS = "pods,services,trainingjobs,configmaps,secrets,leases,events"
@@ -28,6 +33,7 @@ class Usage:
     memory_bytes: int  # resident
     files: int
     sockets: int
+    processes: int
 
 
 def usages(release: Release) -> Iterator[Usage]:
@@ -49,18 +55,19 @@ def usage_of(proc: Path, first: int, **which: str) -> Usage | None:
     """Of that process and all that it has started, as `proc` shows them; None: it has ended meanwhile. `which`: whose
     they are, as Usage has it.
     """
-    memory = files = sockets = 0
+    memory = files = sockets = processes = 0
     for process in _tree(proc, first):
         try:
             memory += int((proc / f"{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             targets = [os.readlink(link) for link in (proc / f"{process}/fd").iterdir()]
         except OSError:
             continue  # it ended meanwhile
+        processes += 1
         files += len(targets)
         sockets += sum(target.startswith("socket:") for target in targets)
     if not memory:
         return None
-    return Usage(memory_bytes=memory, files=files, sockets=sockets, **which)
+    return Usage(memory_bytes=memory, files=files, sockets=sockets, processes=processes, **which)
 
 
 def _tree(proc: Path, first: int) -> Iterator[int]:
@@ -103,20 +110,59 @@ def trends(samples: Sequence[Usage]) -> list[Trend]:
 
 
 def _median(part: Sequence[Usage]) -> Usage:
-    taken: dict[str, Any] = {what: int(statistics.median(getattr(one, what) for one in part)) for what in _MARGIN}
+    return _put_together(lambda values: int(statistics.median(values)), part)
+
+
+def _put_together(how: Callable[[Iterable[int]], int], part: Sequence[Usage]) -> Usage:
+    """Each measure by itself."""
+    taken: dict[str, Any] = {what: how([getattr(one, what) for one in part]) for what in _MARGIN}
     return replace(part[0], **taken)
 
 
-def growths(trends: Sequence[Trend]) -> Iterator[str]:
-    """What has grown beyond its margin; also when no agent, or no operator, lived long enough to tell."""
-    long = [trend for trend in trends if trend.samples >= LEAST_SAMPLES]
-    for kind in sorted(WARM_UP_SAMPLES.keys() - {trend.first.kind for trend in long}):
-        yield f"no {kind} lived long enough to tell whether it grows"
-    for trend in long:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """What a component took at rest, before the first job (the most that one of its kind did) and after the last."""
+
+    component: str
+    before: Usage
+    after: Usage
+
+
+def rests(before: Sequence[Usage], after: Sequence[Usage]) -> list[Rest]:
+    """Of samples that see each component at rest at least once: the least that it was seen with is that. By name."""
+    most: dict[str, Usage] = {}
+    for usage in _least(before).values():
+        most[_of_kind(usage)] = _put_together(max, [most.get(_of_kind(usage), usage), usage])
+    return [
+        Rest(component=component, before=most[_of_kind(usage)], after=usage)
+        for component, usage in sorted(_least(after).items())
+    ]
+
+
+def _least(samples: Sequence[Usage]) -> dict[str, Usage]:
+    found: dict[str, Usage] = {}
+    for sample in samples:
+        found[sample.component] = _put_together(min, [found.get(sample.component, sample), sample])
+    return found
+
+
+def _of_kind(usage: Usage) -> str:
+    """The same container of another pod is of the same kind."""
+    return f"{usage.kind}: {usage.component.rpartition(': ')[2]}"
+
+
+def leaks(rests: Sequence[Rest], trends: Sequence[Trend]) -> Iterator[str]:
+    """What is more at rest than it was, beyond its margin; also when no agent, or no operator, lived long enough for
+    that to say something.
+    """
+    long = {trend.first.kind for trend in trends if trend.samples >= LEAST_SAMPLES}
+    for kind in sorted(WARM_UP_SAMPLES.keys() - long):
+        yield f"no {kind} lived long enough to tell whether it leaks"
+    for rest in rests:
         for what, margin in _MARGIN.items():
-            first, last = getattr(trend.first, what), getattr(trend.last, what)
-            if last > 1.15 * first + margin:
-                yield f"{trend.component}: {what} grew from {first} to {last} in {trend.samples} samples"
+            before, after = getattr(rest.before, what), getattr(rest.after, what)
+            if after > 1.15 * before + margin:
+                yield f"{rest.component}: {what} at rest grew from {before} to {after}"
 
 
 def objects_of(release: Release, namespace: str) -> dict[str, int]:
