@@ -33,7 +33,8 @@ _PROGRESS_WRITES_A_SECOND = 500  # of all agents of a gang: more would be a burd
 _PROGRESS_SHARE = 0.001  # of an agent's time in which the API server is busy with its progress
 _LONGEST_COALESCE_SECONDS = 30.0
 _GAP_SECONDS = 0.2  # between any two writes: a job of tiny steps must not write all day
-_RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+# At most as seldom as a kubelet renews its Lease: after an outage a gang that is to start again waits for its agents.
+_RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0)
 _FAREWELL_SECONDS = 5.0
 _ERROR_CHARACTERS = 2000
 
