@@ -83,14 +83,15 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.option.costs:
+        return
     costs: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             costs[report.nodeid.partition("::")[0]] += dict(getattr(report, "user_properties", ())).get(COST, 0.0)
-    if config.option.costs:
-        terminalreporter.section(f"{sum(costs.values()):.0f} s of processors, most of it by")
-        for file, seconds in costs.most_common(config.option.costs):
-            terminalreporter.line(f"{seconds:8.1f} s {file}")
+    terminalreporter.section(f"{sum(costs.values()):.0f} s of processors, most of it by")
+    for file, seconds in costs.most_common(config.option.costs):
+        terminalreporter.line(f"{seconds:8.1f} s {file}")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

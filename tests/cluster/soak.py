@@ -64,7 +64,7 @@ class Soak:
     restarts: int = 0
     steps_lost: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    before: list[Usage] = field(default_factory=list)  # the first job
+    before: list[Usage]  # the first job
     samples: list[Usage] = field(default_factory=list)
     after: list[Usage] = field(default_factory=list)  # the last job
     violations: list[str] = field(default_factory=list)
@@ -204,12 +204,12 @@ class Soak:
 def test_soak(
     team: Team, release: Release, third_node: str, cluster_azurite: Any, undisturbed: Mapping[int, str]
 ) -> None:
-    chance = random.Random(SEED)
-    soak = Soak(team=team, release=release, azurite=cluster_azurite, undisturbed=undisturbed, chance=chance)
     team.cluster.kubectl("delete", "trainingjob", "undisturbed", "-n", team.namespace, "--timeout=120s")
     before = objects_of(release, team.namespace)
-    soak.before = seen_at_rest(release)
-    soak.begin = time.monotonic()
+    soak = Soak(
+        team=team, release=release, azurite=cluster_azurite, undisturbed=undisturbed, chance=random.Random(SEED),
+        before=seen_at_rest(release),
+    )  # fmt: skip
     try:
         _run(soak)
         soak.check_what_is_left(before)
@@ -250,19 +250,21 @@ def _run(soak: Soak) -> None:
         threading.Event().wait(LOOK_SECONDS)
 
 
+def change(one: Usage, other: Usage) -> str:
+    """Cells for memory, files and sockets."""
+    memory = f"{one.memory_bytes >> 20} → {other.memory_bytes >> 20}"
+    return f"{memory} | {one.files} → {other.files} | {one.sockets} → {other.sockets}"
+
+
 def describe(soak: Soak) -> str:
     """The page."""
     faults = [f"| {name} | {number} |" for name, number in sorted(soak.faults.items())]
     rested = [
-        f"| {rest.component} | {rest.before.memory_bytes >> 20} → {rest.after.memory_bytes >> 20} "
-        f"| {rest.before.files} → {rest.after.files} | {rest.before.sockets} → {rest.after.sockets} "
-        f"| {rest.before.processes} → {rest.after.processes} |"
+        f"| {rest.component} | {change(rest.before, rest.after)} | {rest.before.processes} → {rest.after.processes} |"
         for rest in rests(soak.before, soak.after)
     ]
     taken = [
-        f"| {trend.component} | {trend.samples} | {trend.first.memory_bytes >> 20} → {trend.last.memory_bytes >> 20} "
-        f"| {trend.first.files} → {trend.last.files} | {trend.first.sockets} → {trend.last.sockets} |"
-        for trend in trends(soak.samples)
+        f"| {trend.component} | {trend.samples} | {change(trend.first, trend.last)} |" for trend in trends(soak.samples)
     ]
     verdict = [f"- {violation}" for violation in soak.violations] or ["None."]
     minutes = min(soak.seconds, SECONDS) / 60

@@ -53,8 +53,7 @@ def _train_alone(folder: Path, *options: str, ranks: int, steps: int) -> dict[st
     """Without a launcher."""
     folder.mkdir(exist_ok=True)
     command = [str(SCRIPT), "--steps", str(steps), "--save-every", "1", "--final-state", "end.json", *options]
-    done = TORCH.run_gang(ranks, command, cwd=folder)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    TORCH.output_of_gang(ranks, command, cwd=folder)
     found: dict[str, Any] = json.loads((folder / "end.json").read_text())
     return found
 

@@ -52,20 +52,15 @@ def health_answer(ages: Callable[[], Mapping[str, float]], owed: Callable[[], fl
         dead = {
             name: age for name, age in {**silent, "trainingjobs": owed()}.items() if age - away > DEAD_WATCH_SECONDS
         }
-        if not dead:
-            return web.Response(text="ok\n")
-        text = "".join(f"{name}: nothing heard for {age:.0f} s\n" for name, age in sorted(dead.items()))
-        return web.Response(status=503, text=text)
+        return _probed("".join(f"{name}: nothing heard for {age:.0f} s\n" for name, age in sorted(dead.items())))
 
     return answer
 
 
 def ready_answer(has_begun: Callable[[], bool]) -> Callable[[], web.Response]:
     """200 once TrainingJobs are heard of, else 503."""
+    return lambda: _probed("" if has_begun() else "no TrainingJob is seen yet\n")
 
-    def answer() -> web.Response:
-        if has_begun():
-            return web.Response(text="ok\n")
-        return web.Response(status=503, text="no TrainingJob is seen yet\n")
 
-    return answer
+def _probed(trouble: str) -> web.Response:
+    return web.Response(status=503, text=trouble) if trouble else web.Response(text="ok\n")
