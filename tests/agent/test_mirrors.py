@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,27 @@ def test_lost_nodes_ranks_restore_from_memory_elsewhere(
         eventually(lambda p=path: read(replaced.client.fetch(p))[1] == Tier.MEMORY, "the gang is known there")
         assert read(replaced.client.fetch(path))[0] == wanted[rank]
         assert read(replaced.client.fetch(path, refresh=True)) == (wanted[rank], Tier.PERSISTENT)
+
+
+def test_node_that_is_busy_for_a_moment_is_asked_again(ring: Ring, ranks: Any, eventually: Callable[..., None]) -> None:
+    peers = gang_of_two(ring, eventually)
+    for peer in peers:
+        peer.save(1)
+    peers[0].wait_committed(1)
+    eventually(lambda: mirror_of(ring, 0, 1), "the other node's step is held")
+    lose(ring.agents[1])
+    newcomer = ring.add()
+    ring.form(eventually, 0, 2, run="uid1-2")
+    rank = newcomer.join(rank=1, world_size=2, node=1, run="uid1-2")
+    eventually(lambda: read(rank.client.fetch(path_of(1, 0)))[1] == Tier.MEMORY, "the gang is known there")
+    with ThreadPoolExecutor(1) as thread:
+        ring.agents[0].process.send_signal(signal.SIGSTOP)
+        try:
+            fetching = thread.submit(lambda: read(rank.client.fetch(path_of(1, 1))))
+            eventually(lambda: "is asked again" in newcomer.log, "it did not answer in time")
+        finally:
+            ring.agents[0].process.send_signal(signal.SIGCONT)
+        assert fetching.result(30) == (ranks.RankFile(rank=1, step=1).bytes(), Tier.MEMORY)
 
 
 def test_file_that_no_node_holds_comes_from_the_storage(

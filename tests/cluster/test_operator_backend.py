@@ -112,6 +112,7 @@ def test_pod_that_goes_after_the_gang_was_whole_is_never_made_again(operator_api
         job = await world.make_job(trainer={"numNodes": 2})
         await operation.backend(job).launch(launch_of(job))
         await world.kubelets.started("job-1-1")
+        await until("both are seen", lambda: len(operation.view.pods_of(job.job, job.uid)) == 2)
         await world.kube.delete(f"/api/v1/namespaces/{world.namespace}/pods/job-1-1")
         await until("it is gone", lambda: len(operation.view.pods_of(job.job, job.uid)) == 1)
         backend = operation.backend(await world.job(job))
@@ -180,6 +181,7 @@ def test_run_that_is_known_to_have_begun_is_not_begun_again_by_the_operator_that
             await kube.close()
         for index in range(2):
             await world.kubelets.started(f"job-1-{index}")
+        await until("both are seen", lambda: len(operation.view.pods_of(job.job, job.uid)) == 2)
         await sign(world, operation, job)
         await world.kube.delete(f"/api/v1/namespaces/{world.namespace}/pods/job-1-1")
         await until("it is gone", lambda: len(operation.view.pods_of(job.job, job.uid)) == 1)

@@ -21,7 +21,8 @@ from stepfast_sidecar.room import Room
 
 log = logging.getLogger(__name__)
 
-_AWAY_SECONDS = 30.0  # how long an agent that was not there is not asked again
+_PAUSE_SECONDS = 1.0  # before an agent that was not there is asked a second time
+_AWAY_SECONDS = 30.0  # how long one that was not there then, either, is left alone
 
 
 class MirrorFetch:
@@ -50,6 +51,26 @@ class MirrorFetch:
         return await room.fetched.get(path, fetch)
 
     async def _ask(self, address: Address, room: Room, path: str) -> tuple[int, int] | None:
+        """The file, as `courier.fetch` has it. An agent that does not answer is asked again: where a gang starts anew
+        it may be busy for a moment, and the storage is much farther away.
+        """
+        try:
+            try:
+                return await self._fetch(address, room, path)
+            except NeighbourLost as error:
+                log.info("%s: %s is asked again for %s: %s", room.job, address, path, error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+                return await self._fetch(address, room, path)
+        except NoRoom as error:
+            log.warning("%s: %s", room.job, error)
+        except (NeighbourLost, ProtocolError, OSError) as error:
+            log.warning("%s: %s is not fetched from %s: %s", room.job, path, address, error)
+            now = time.monotonic()
+            self._away = {**{a: until for a, until in self._away.items() if until > now}, address: now + _AWAY_SECONDS}
+        return None
+
+    async def _fetch(self, address: Address, room: Room, path: str) -> tuple[int, int] | None:
+        """Raises NeighbourLost, NoRoom, OSError, ProtocolError."""
         ask, taken = Ask(job=str(room.job), path=path), 0
 
         def take(size_bytes: int) -> None:
@@ -66,14 +87,7 @@ class MirrorFetch:
 
         fetching = self._threads.submit(courier.fetch, address, self._credentials, self._node, ask, make)
         try:
-            found = await asyncio.wrap_future(fetching)
-        except NoRoom as error:
-            log.warning("%s: %s", room.job, error)
-        except (NeighbourLost, ProtocolError, OSError) as error:
-            log.warning("%s: %s is not fetched from %s: %s", room.job, path, address, error)
-            now = time.monotonic()
-            self._away = {**{a: until for a, until in self._away.items() if until > now}, address: now + _AWAY_SECONDS}
-        else:
-            return found
-        self._memory.give_back(taken)
-        return None
+            return await asyncio.wrap_future(fetching)
+        except (NoRoom, NeighbourLost, ProtocolError, OSError):
+            self._memory.give_back(taken)
+            raise

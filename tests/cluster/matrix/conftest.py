@@ -64,6 +64,9 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    release = getattr(item, "funcargs", {}).get("release")
+    if report.failed and call.when == "call" and release is not None:
+        report.sections.append(("What operator and agents said last", release.last_words()))
     if item.config.option.chaos_page and (report.failed or (report.when == "call" and report.passed)):
         violation = str(call.excinfo.value) if report.failed and call.excinfo else ""
         account = item.stash.get(_ACCOUNT, None)

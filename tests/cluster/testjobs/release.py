@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from testcluster.cluster import Cluster
 from testcluster.images import ProjectImages
 from testcluster.metadataservice import MetadataService
-from testcluster.waiting import wait_until
+from testcluster.waiting import CommandFailed, wait_until
 
 NAMESPACE = "stepfast-system"
 CHART = Path(__file__).parents[3] / "charts" / "stepfast"
@@ -53,6 +54,16 @@ class Release:
         node = self.cluster.nodes[pod["spec"]["nodeName"]]
         identity = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
         node.containerd("tasks", "kill", "--signal", "SIGKILL", identity)
+
+    def last_words(self, lines: int = 20) -> str:
+        """The ends of the logs of operator and agents, for whoever looks into a failure."""
+        found = []
+        for pod in self.pods("operator", "sidecar"):
+            name = pod["metadata"]["name"]
+            with suppress(CommandFailed):  # its node may be lost
+                log = self.cluster.kubectl("logs", "-n", NAMESPACE, name, f"--tail={lines}")
+                found.append(f"{name} on {pod['spec'].get('nodeName')}:\n{log}")
+        return "\n".join(found)
 
     def wait_until_ready(self) -> None:
         for what in ("deployment/stepfast-operator", "daemonset/stepfast-sidecar"):
