@@ -27,9 +27,10 @@ demo: venv
 	@$(BIN)/stepfast checkpoints list $(DEMO)/checkpoints/local/demo
 	@$(BIN)/stepfast checkpoints verify $(DEMO)/checkpoints/local/demo
 
-# Two workers, because most of the suite waits; a file's tests stay together, in their order. A thread for each: two that
-# spin for work on a processor that they share take it from each other.
-PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Two workers, because most of the suite waits; a file's tests stay together, in their order, and the files in theirs: those
+# of few tests that take minutes would else come last. A thread for each: two that spin for work on a processor that they
+# share take it from each other.
+PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: venv
 	$(NICE) $(PYTEST)

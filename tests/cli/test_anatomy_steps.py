@@ -13,6 +13,7 @@ import typer
 import yaml
 from typer.testing import CliRunner, Result
 
+from interpreters import TRANSFORMERS
 from stepfast.cli import anatomy
 from stepfast.footprint import ANNOTATION, footprint_from_json
 
@@ -77,10 +78,12 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
 
 
 def stepfast(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepfast.cli", "anatomy", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    """As `python -m stepfast.cli anatomy …` in that folder."""
+    return TRANSFORMERS.run(
+        ["-c", "from stepfast.cli import main; raise SystemExit(main())", "anatomy", *arguments],
+        cwd=folder,
+        timeout=120,
+    )
 
 
 def test_a_configuration_is_predicted_and_its_report_kept(folder: Path) -> None:

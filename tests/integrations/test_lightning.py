@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -99,10 +100,12 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT TESTED: t
 @pytest.mark.parametrize(("way", "ranks"), [("io", 1), ("ddp", 2), ("fsdp2", 2), pytest.param("fsdp", 1, marks=on_gpu)])
 def test_killed_training_goes_on_bit_for_bit_on_an_empty_disk(runs: Any, tmp_path: Path, way: str, ranks: int) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
-    common = ["--nproc-per-node", str(ranks), "train.py", way]
-    runs.run("--name", "undisturbed", *common, "0", "one")
+    environment = os.environ | {"STEPFAST_JOB": "local/undisturbed", "STEPFAST_ATTEMPT": "1"}
+    undisturbed = LIGHTNING.run_gang(ranks, ["train.py", way, "0", "one"], cwd=tmp_path, env=environment)
+    assert undisturbed.returncode == 0, undisturbed.stdout[-2000:] + undisturbed.stderr[-4000:]
     per_epoch = 12 // ranks
-    summary = runs.run("--name", "disturbed", *common, str(2 * per_epoch + 3), "other")
+    crash_at = str(2 * per_epoch + 3)
+    summary = runs.run("--name", "disturbed", "--nproc-per-node", str(ranks), "train.py", way, crash_at, "other")
     # Of an epoch's end there are two checkpoints, and `last` is the second: the step after.
     assert (summary["restarts"], summary["checkpoint"]["restoredStep"]) == (1, 2 * per_epoch + 1)
     for rank in range(ranks):
@@ -135,10 +138,10 @@ except Exception as error:
 
 
 def test_shards_of_two_ranks_are_loaded_by_one(runs: Any, tmp_path: Path) -> None:
-    runs.run("--nproc-per-node", "2", str(EXAMPLE), "--fsdp", "--steps", "40")
+    LIGHTNING.output_of_gang(2, [str(EXAMPLE), "--fsdp", "--steps", "40"], cwd=tmp_path)
     (tmp_path / "export.py").write_text(EXPORT)
-    runs.run("--name", "train", "export.py")
-    assert "StateUnsupported: step 40 (digits/epoch=2-step=40) was saved by its shards" in runs.log
+    told = LIGHTNING.output_of_gang(1, ["export.py"], cwd=tmp_path)
+    assert "StateUnsupported: step 40 (digits/epoch=2-step=40) was saved by its shards" in told
     summary = runs.run(str(EXAMPLE), "--fsdp", "--steps", "60")
     assert summary["checkpoint"]["restoredStep"] == 40
     assert runs.committed() == [40, 60]
