@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,13 +57,14 @@ class Release:
         node.containerd("tasks", "kill", "--signal", "SIGKILL", identity)
 
     def last_words(self, lines: int = 20) -> str:
-        """The ends of the logs of operator and agents, for whoever looks into a failure."""
+        """The ends of the logs of operator and agents, as far as they can be had, for whoever looks into a failure."""
         found = []
-        for pod in self.pods("operator", "sidecar"):
-            name = pod["metadata"]["name"]
-            with suppress(CommandFailed):  # its node may be lost
-                log = self.cluster.kubectl("logs", "-n", NAMESPACE, name, f"--tail={lines}")
-                found.append(f"{name} on {pod['spec'].get('nodeName')}:\n{log}")
+        with suppress(CommandFailed, subprocess.TimeoutExpired):  # the cluster may be what is wrong
+            for pod in self.pods("operator", "sidecar"):
+                name, node = pod["metadata"]["name"], pod["spec"].get("nodeName")
+                with suppress(CommandFailed):  # the node may be lost
+                    log = self.cluster.kubectl("logs", "-n", NAMESPACE, name, f"--tail={lines}")
+                    found.append(f"{name} on {node}:\n{log}")
         return "\n".join(found)
 
     def wait_until_ready(self) -> None:
