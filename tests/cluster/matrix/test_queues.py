@@ -47,6 +47,7 @@ def beside(team: Team, name: str, *arguments: str, **spec: Any) -> Iterator[Job]
         team.cluster.kubectl("delete", "trainingjob", name, "-n", team.namespace, "--timeout=120s")
 
 
+@pytest.mark.timeout(1800)  # Kueue may have to be built first
 def test_preempted_and_admitted_again(job: Callable[..., Job], account: Account, team: Team, kueue: Kueue) -> None:
     """Kueue lets the gang in once another is suspended, takes its pods away for a more urgent one, and lets it in
     again.
