@@ -128,6 +128,16 @@ def gang_of_two(ring: Ring, eventually: Callable[..., None]) -> list[Any]:
     return [agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(agents)]
 
 
+def gang_of_two_with_a_mirror(ring: Ring, eventually: Callable[..., None]) -> list[Any]:
+    """One whose first step is committed, and node 1's held by node 0."""
+    peers = gang_of_two(ring, eventually)
+    for peer in peers:
+        peer.save(1)
+    peers[0].wait_committed(1)
+    eventually(lambda: mirror_of(ring, 0, 1), "the other node's step is held")
+    return peers
+
+
 def path_of(step: int, rank: int, run: str = RUN) -> str:
     return data_path(step, run, "state", rank, 2)
 
@@ -236,11 +246,7 @@ def test_node_that_lives_persists_its_own_steps(ring: Ring, eventually: Callable
 def test_lost_nodes_ranks_restore_from_memory_elsewhere(
     ring: Ring, ranks: Any, eventually: Callable[..., None]
 ) -> None:
-    peers = gang_of_two(ring, eventually)
-    for peer in peers:
-        peer.save(1)
-    peers[0].wait_committed(1)
-    eventually(lambda: mirror_of(ring, 0, 1), "the other node's step is held")
+    peers = gang_of_two_with_a_mirror(ring, eventually)
     lose(ring.agents[1])
     peers[0].die()
     newcomer = ring.add()
@@ -257,11 +263,7 @@ def test_lost_nodes_ranks_restore_from_memory_elsewhere(
 
 
 def test_node_that_is_busy_for_a_moment_is_asked_again(ring: Ring, ranks: Any, eventually: Callable[..., None]) -> None:
-    peers = gang_of_two(ring, eventually)
-    for peer in peers:
-        peer.save(1)
-    peers[0].wait_committed(1)
-    eventually(lambda: mirror_of(ring, 0, 1), "the other node's step is held")
+    gang_of_two_with_a_mirror(ring, eventually)
     lose(ring.agents[1])
     newcomer = ring.add()
     ring.form(eventually, 0, 2, run="uid1-2")
@@ -343,11 +345,7 @@ def test_receiver_killed_in_the_middle_takes_no_half_for_a_whole(
 
 
 def test_mirror_survives_its_agent(ring: Ring, ranks: Any, eventually: Callable[..., None]) -> None:
-    peers = gang_of_two(ring, eventually)
-    for peer in peers:
-        peer.save(1)
-    peers[0].wait_committed(1)
-    eventually(lambda: mirror_of(ring, 0, 1), "it is held")
+    gang_of_two_with_a_mirror(ring, eventually)
     ring.agents[0].kill()
     lose(ring.agents[1])
     ring.agents[0].start()

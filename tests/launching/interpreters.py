@@ -92,9 +92,17 @@ class Interpreter:
             "".join(one.stdout for one in ended), "".join(one.stderr for one in ended),
         )  # fmt: skip
 
-    def output_of_gang(self, ranks: int, command: Sequence[str], *, cwd: Path, timeout: float = 300) -> str:
+    def output_of_gang(
+        self,
+        ranks: int,
+        command: Sequence[str],
+        *,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 300,
+    ) -> str:
         """Of one without an agent, all of whose ranks end well: as `run_gang`, what they have said."""
-        done = self.run_gang(ranks, command, cwd=cwd, timeout=timeout)
+        done = self.run_gang(ranks, command, cwd=cwd, env=env, timeout=timeout)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
