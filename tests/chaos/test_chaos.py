@@ -1,4 +1,4 @@
-"""Twenty chaos trials in CI; `make chaos` runs two hundred and writes the report."""
+"""Twenty chaos trials, of which `make test` runs some; `make chaos` runs two hundred and writes the report."""
 
 from __future__ import annotations
 

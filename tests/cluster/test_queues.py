@@ -27,6 +27,8 @@ LOW = {"template": {"metadata": {"labels": {"kueue.x-k8s.io/priority-class": "lo
 HIGH = {"template": {"metadata": {"labels": {"kueue.x-k8s.io/priority-class": "high"}}}}
 CPU = {"resourcesPerNode": {"requests": {"cpu": "1"}}}
 
+pytestmark = pytest.mark.timeout(1800)  # Kueue may have to be built first
+
 
 @pytest.fixture(scope="module")
 def kueue() -> Iterator[Kueue]:

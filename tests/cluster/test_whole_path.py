@@ -72,7 +72,9 @@ def test_the_example_trains_on_two_nodes_and_can_be_watched(team: Team, ended: C
     assert len(set(steps)) >= 3, "the steps move"
     assert persisted == sorted(persisted)
     assert len(set(persisted)) >= 3, "the committed steps move"
-    assert [line.partition(":")[0] for line in job.story()] == ["PodsCreated", "PodsReady", "Completed"]
+    # On a machine that is busy the ranks may need so long to import torch that the operator tells of it.
+    told = [line for line in job.story() if "no rank uses the SDK yet" not in line]
+    assert [line.partition(":")[0] for line in told] == ["PodsCreated", "PodsReady", "Completed"]
     described = cluster.kubectl("describe", "trainingjob", job.name, "-n", team.namespace)
     assert "attempt 1 starts from scratch: 2 pods" in described
     assert job.stored() >= {
