@@ -52,11 +52,10 @@ programs: venv
 images: venv
 	@$(BIN)/python tests/cluster/cluster.py build-images || [ -z "$$CI" ]
 
-# What CI runs. A cluster's tests wait most of the time: the others run beside them, and give way to them. What takes long is
-# told, for whoever has to make it shorter.
+# What CI runs. A cluster's tests wait most of the time, and so does the making of its images: the others run beside them, and
+# give way to them. What takes long is told, for whoever has to make it shorter.
 check: venv
 	$(MAKE) --jobs 2 lint programs
-	$(MAKE) images
 	PYTEST_ADDOPTS="--durations 40 --durations-min 20 --costs 40" $(MAKE) --jobs 2 --keep-going --output-sync NICE="nice -n 5" test test-cluster
 
 lint: venv

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +85,7 @@ MODES: dict[str, dict[str, Any]] = {
 CHECKS = """
 import json, sys
 from pathlib import Path
+from typing import Any
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -129,21 +127,17 @@ def uri(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, load_module: Callable[[str], Any]) -> Iterator[Path]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished job, and what two ranks of plain DeepSpeed made of its exported tags."""
-    runs = load_module("runs").Runs(tmp_path_factory.mktemp("export"))
-    folder: Path = runs.folder
+    folder = tmp_path_factory.mktemp("export")
     (folder / "train.py").write_text(TRAINING)
     export = "import sys; from stepfast.integrations.deepspeed import export_checkpoint as export; "
     export += "assert all(export(sys.argv[1], 'exported', tag) == tag for tag in sys.argv[2:])"
-    try:
-        runs.run("--name", "train", "--nproc-per-node", "2", "train.py", "stepfast", json.dumps(MODES))
-        run(folder, "-c", export, uri(folder), *MODES)
-        run(folder, "train.py", "plain", json.dumps(MODES), ranks=2)
-        run(folder, "-c", CHECKS, json.dumps(list(MODES)))
-        yield folder
-    finally:
-        runs.end()
+    run(folder, "train.py", "stepfast", json.dumps(MODES), ranks=2)
+    run(folder, "-c", export, uri(folder), *MODES)
+    run(folder, "train.py", "plain", json.dumps(MODES), ranks=2)
+    run(folder, "-c", CHECKS, json.dumps(list(MODES)))
+    return folder
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -181,10 +175,11 @@ def test_beside_the_tags_lies_what_deepspeed_leaves_there(trained: Path, tmp_pat
 
 def test_command_exports_the_latest_beside_others_and_replaces_by_force(trained: Path, tmp_path: Path) -> None:
     target = tmp_path / "exported"
-    command = [sys.executable, "-m", "stepfast.cli", "checkpoints", "export", uri(trained), str(target), "--deepspeed"]
+    command = ["-c", "from stepfast.cli import main; raise SystemExit(main())", "checkpoints", "export"]
 
     def export(*options: str) -> tuple[int, str]:
-        done = subprocess.run([*command, *options], text=True, capture_output=True, check=False, timeout=120)
+        arguments = [uri(trained), str(target), "--deepspeed", *options]
+        done = DEEPSPEED.run([*command, *arguments], cwd=tmp_path, timeout=120)
         return done.returncode, done.stderr
 
     code, said = export("--step", "9")
