@@ -27,7 +27,18 @@ from testcluster.firewall import cut
 from testcluster.waiting import CommandFailed, lasting, wait_until
 from testjobs.job import STEPS, Job, Team
 from testjobs.release import Release
-from testsoak.leaks import LEAST_SAMPLES, REST_SAMPLES, Usage, held_bytes, leaks, objects_of, rests, trends, usages
+from testsoak.leaks import (
+    LEAST_SAMPLES,
+    REST_SAMPLES,
+    Usage,
+    held_bytes,
+    leaks,
+    objects_of,
+    peers_of_operator,
+    rests,
+    trends,
+    usages,
+)
 
 SECONDS = float(os.environ.get("STEPFAST_SOAK_SECONDS", "7200"))
 JOBS = int(os.environ.get("STEPFAST_SOAK_JOBS", "10"))
@@ -196,6 +207,7 @@ class Soak:
         with suppress(TimeoutError):
             wait_until("nothing is left", lambda: not left(), seconds=LEFT_SECONDS, every_seconds=5)
         self.after = seen_at_rest(self.release)
+        print("the operator's sockets at rest:", dict(peers_of_operator(self.release)))
         self.violations += [*left(), *leaks(rests(self.before, self.after), trends(self.samples))]
 
 
@@ -210,6 +222,7 @@ def test_soak(
         team=team, release=release, azurite=cluster_azurite, undisturbed=undisturbed, chance=random.Random(SEED),
         before=seen_at_rest(release),
     )  # fmt: skip
+    print("the operator's sockets before the first job:", dict(peers_of_operator(release)))
     try:
         _run(soak)
         soak.check_what_is_left(before)

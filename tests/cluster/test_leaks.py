@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from testsoak.leaks import LEAST_SAMPLES, WARM_UP_SAMPLES, Usage, leaks, rests, trends, usage_of
+from testsoak.leaks import LEAST_SAMPLES, WARM_UP_SAMPLES, Usage, leaks, peers_of, rests, trends, usage_of
 
 MIB = 1 << 20
 
@@ -83,3 +83,11 @@ def test_children_count_and_so_do_their_sockets() -> None:
     assert seen.files >= 7
     assert seen.processes == 2
     assert usage_of(Path("/proc"), parent.pid, kind="agent", component="both", started="now") is None
+
+
+def test_the_other_ends_of_sockets_are_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        told = peers_of(Path("/proc"), os.getpid())
+        assert told[f"0100007F:{server.getsockname()[1]:04X} 01"] == 1  # established
+        assert told["00000000:0000 0A"] >= 1  # listening
+        assert told["other"] >= 0

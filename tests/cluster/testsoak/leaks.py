@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,15 @@ def usages(release: Release) -> Iterator[Usage]:
                 yield from () if found is None else (found,)
 
 
+def peers_of_operator(release: Release) -> Counter[str]:
+    """See `peers_of`."""
+    pod = release.operator_pod()
+    node = release.cluster.nodes[pod["spec"]["nodeName"]]
+    first = node.container_process(pod["status"]["containerStatuses"][0]["containerID"])
+    assert first is not None, "the operator runs"
+    return peers_of(node.proc(), first)
+
+
 def usage_of(proc: Path, first: int, **which: str) -> Usage | None:
     """Of that process and all that it has started, as `proc` shows them; None: it has ended meanwhile. `which`: whose
     they are, as Usage has it.
@@ -68,6 +79,22 @@ def usage_of(proc: Path, first: int, **which: str) -> Usage | None:
     if not memory:
         return None
     return Usage(memory_bytes=memory, files=files, sockets=sockets, processes=processes, **which)
+
+
+def peers_of(proc: Path, process: int) -> Counter[str]:
+    """What that process' sockets are, for whoever has to find a leak: `ADDRESS:PORT` of the other end and the state,
+    both as the kernel writes them, of those of TCP; `other` the rest.
+    """
+    links = []
+    for link in (proc / f"{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(link))
+    inodes = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    tables = [(proc / f"{process}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table]
+    found = Counter(f"{row[2]} {row[3]}" for row in rows if row[9] in inodes)
+    found["other"] = len(inodes) - found.total()
+    return found
 
 
 def _tree(proc: Path, first: int) -> Iterator[int]:
