@@ -13,7 +13,7 @@ import typer
 import yaml
 from typer.testing import CliRunner, Result
 
-from interpreters import TRANSFORMERS
+from interpreters import STEPFAST, TRANSFORMERS
 from stepfast.cli import anatomy
 from stepfast.footprint import ANNOTATION, footprint_from_json
 
@@ -79,11 +79,7 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
 
 def stepfast(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """As `python -m stepfast.cli anatomy …` in that folder."""
-    return TRANSFORMERS.run(
-        ["-c", "from stepfast.cli import main; raise SystemExit(main())", "anatomy", *arguments],
-        cwd=folder,
-        timeout=120,
-    )
+    return TRANSFORMERS.run([*STEPFAST, "anatomy", *arguments], cwd=folder, timeout=120)
 
 
 def test_a_configuration_is_predicted_and_its_report_kept(folder: Path) -> None:

@@ -207,7 +207,6 @@ class Soak:
         with suppress(TimeoutError):
             wait_until("nothing is left", lambda: not left(), seconds=LEFT_SECONDS, every_seconds=5)
         self.after = seen_at_rest(self.release)
-        print("the operator's sockets at rest:", dict(peers_of_operator(self.release)))
         self.violations += [*left(), *leaks(rests(self.before, self.after), trends(self.samples))]
 
 
@@ -222,7 +221,6 @@ def test_soak(
         team=team, release=release, azurite=cluster_azurite, undisturbed=undisturbed, chance=random.Random(SEED),
         before=seen_at_rest(release),
     )  # fmt: skip
-    print("the operator's sockets before the first job:", dict(peers_of_operator(release)))
     try:
         _run(soak)
         soak.check_what_is_left(before)
@@ -240,6 +238,7 @@ def seen_at_rest(release: Release) -> list[Usage]:
     for _ in range(REST_SAMPLES):
         threading.Event().wait(SAMPLE_SECONDS)
         seen += usages(release)
+    print("the operator's sockets at rest:", dict(peers_of_operator(release)))
     return seen
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from interpreters import DEEPSPEED
+from interpreters import DEEPSPEED, STEPFAST
 
 # With Stepfast two steps more are trained behind the save; without, the exported tag is loaded, saved again by
 # DeepSpeed's own engine, and the same two steps are trained.
@@ -85,7 +85,6 @@ MODES: dict[str, dict[str, Any]] = {
 CHECKS = """
 import json, sys
 from pathlib import Path
-from typing import Any
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -175,11 +174,10 @@ def test_beside_the_tags_lies_what_deepspeed_leaves_there(trained: Path, tmp_pat
 
 def test_command_exports_the_latest_beside_others_and_replaces_by_force(trained: Path, tmp_path: Path) -> None:
     target = tmp_path / "exported"
-    command = ["-c", "from stepfast.cli import main; raise SystemExit(main())", "checkpoints", "export"]
 
     def export(*options: str) -> tuple[int, str]:
-        arguments = [uri(trained), str(target), "--deepspeed", *options]
-        done = DEEPSPEED.run([*command, *arguments], cwd=tmp_path, timeout=120)
+        command = [*STEPFAST, "checkpoints", "export", uri(trained), str(target), "--deepspeed", *options]
+        done = DEEPSPEED.run(command, cwd=tmp_path, timeout=120)
         return done.returncode, done.stderr
 
     code, said = export("--step", "9")

@@ -162,6 +162,7 @@ TORCH = Interpreter("torch", _OF_OPTIMIZERS)
 DEEPSPEED = Interpreter("deepspeed", _OF_OPTIMIZERS, DS_ACCELERATOR="cpu")
 LIGHTNING = Interpreter("lightning.pytorch", _OF_OPTIMIZERS)
 TRANSFORMERS = Interpreter("transformers.trainer", _OF_OPTIMIZERS)
+STEPFAST = "-c", "from stepfast.cli import main; raise SystemExit(main())"  # as `-m stepfast.cli`
 INTERPRETERS = TORCH, DEEPSPEED, LIGHTNING, TRANSFORMERS
 
 

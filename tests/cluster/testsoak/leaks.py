@@ -69,10 +69,11 @@ def usage_of(proc: Path, first: int, **which: str) -> Usage | None:
     memory = files = sockets = processes = 0
     for process in _tree(proc, first):
         try:
-            memory += int((proc / f"{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            targets = [os.readlink(link) for link in (proc / f"{process}/fd").iterdir()]
+            pages = int((proc / f"{process}/statm").read_text().split()[1])
+            targets = _open_files(proc, process)
         except OSError:
             continue  # it ended meanwhile
+        memory += pages * os.sysconf("SC_PAGE_SIZE")
         processes += 1
         files += len(targets)
         sockets += sum(target.startswith("socket:") for target in targets)
@@ -85,15 +86,21 @@ def peers_of(proc: Path, process: int) -> Counter[str]:
     """What that process' sockets are, for whoever has to find a leak: `ADDRESS:PORT` of the other end and the state,
     both as the kernel writes them, of those of TCP; `other` the rest.
     """
-    links = []
-    for link in (proc / f"{process}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            links.append(os.readlink(link))
-    inodes = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    links = [link for link in _open_files(proc, process) if link.startswith("socket:")]
+    inodes = {link.removeprefix("socket:[").removesuffix("]") for link in links}
     tables = [(proc / f"{process}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     rows = [row.split() for table in tables for row in table]
     found = Counter(f"{row[2]} {row[3]}" for row in rows if row[9] in inodes)
     found["other"] = len(inodes) - found.total()
+    return found
+
+
+def _open_files(proc: Path, process: int) -> list[str]:
+    """What the links of its descriptors say. Raises OSError when it has ended."""
+    found = []
+    for link in (proc / f"{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(link))
     return found
 
 
