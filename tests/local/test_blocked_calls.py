@@ -39,6 +39,7 @@ class HungStore:
         self.released = threading.Event()
         self.called = threading.Event()
         self.calls = 0
+        self.closed = threading.Event()
 
     def list(self, folder: str) -> list[object]:
         self.calls += 1
@@ -48,6 +49,7 @@ class HungStore:
 
     def close(self) -> None:
         self.released.wait()
+        self.closed.set()
 
 
 @pytest.fixture
@@ -97,6 +99,18 @@ def test_hung_storage_holds_up_no_interrupt(
                 await reading
             assert (await backend.observe(Status())).intent is Intent.SUSPEND
             await backend.close()
+
+    asyncio.run(scenario())
+
+
+def test_storage_that_hung_is_closed_once_it_answers(backend: ProcessBackend, store: HungStore) -> None:
+    async def scenario() -> None:
+        with pytest.raises(StorageUnavailable):
+            await backend.read_steps()
+        await backend.close()
+        assert not store.closed.is_set()
+        store.released.set()
+        assert await asyncio.to_thread(store.closed.wait, SECONDS)
 
     asyncio.run(scenario())
 

@@ -22,8 +22,9 @@ DURATION_SECONDS = 20.0
 # gives a change of an object less than the rest of it).
 FENCE_SECONDS = 10.0
 _RENEW_SECONDS = 2.0
-# A change that the API server takes later than that could meet another operator's.
-PATIENCE = Patience(connect_seconds=10.0, read_seconds=30.0, change_seconds=9.0)
+# A change that the API server takes later than that could meet another operator's. The renewals of the Lease alone
+# would keep a connection open for each second that an unused one is kept.
+PATIENCE = Patience(connect_seconds=10.0, read_seconds=30.0, change_seconds=9.0, idle_seconds=2 * _RENEW_SECONDS)
 
 
 class NotLeading(StepfastError):

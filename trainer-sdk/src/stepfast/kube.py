@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar
 import aiohttp
 import msgspec
 from kubernetes.aio import client, config
+from kubernetes.aio.client import rest
 
 from stepfast.answertime import AnswerTime
 from stepfast.errors import StepfastError
@@ -112,11 +113,17 @@ class WatchEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long, in seconds, a connection, an answer, and the answer to a change may take."""
+    """How long, in seconds, a connection, an answer, and the answer to a change may take, and for how long a connection
+    is kept that nobody uses.
+
+    The pool hands out the connection that was unused for longest: of a spell's many, requests that come now and then
+    keep as many as come within `idle_seconds`.
+    """
 
     connect_seconds: float
     read_seconds: float
     change_seconds: float
+    idle_seconds: float = 15.0
 
 
 class _ListMetadata(msgspec.Struct, rename="camel"):
@@ -154,6 +161,7 @@ class Kube:
 
     def __init__(self, configuration: client.Configuration, patience: Patience) -> None:
         self._api, self._patience = client.ApiClient(configuration), patience
+        self._api.rest_client = _Pool(configuration, patience.idle_seconds)  # it has not connected to anything yet
         self._changes = AnswerTime(inertia=32.0)
 
     @property
@@ -307,6 +315,17 @@ class Kube:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise KubeUnavailable(f"{method} {path}: {error!r}") from error
         raise _error_of(response.status, document, f"{method} {path}")
+
+
+class _Pool(rest.RESTClientObject):
+    """The client library's connections, kept for as long as we say."""
+
+    def __init__(self, configuration: client.Configuration, idle_seconds: float) -> None:
+        super().__init__(configuration)  # type: ignore[no-untyped-call] # theirs
+        self._idle_seconds = idle_seconds
+
+    def _create_connector(self) -> aiohttp.TCPConnector:
+        return aiohttp.TCPConnector(limit=self.maxsize, ssl=self.ssl_context, keepalive_timeout=self._idle_seconds)
 
 
 async def _body_of(response: aiohttp.ClientResponse) -> JSON:

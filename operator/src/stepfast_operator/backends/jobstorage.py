@@ -30,6 +30,7 @@ class JobStorage:
         self._store: Store | None = None
         self._free = asyncio.Event()  # no call is under way
         self._free.set()
+        self._is_close_due = False  # once the call that hangs is over
 
     @property
     def job_uri(self) -> str:
@@ -54,10 +55,15 @@ class JobStorage:
         await self._call(lambda store: supersede_after(store, self._folder, step))
 
     async def close(self) -> None:
-        """Lets go of the storage, unless it hangs; the next call opens it again."""
-        if self._store is not None and self._free.is_set():
-            store, self._store = self._store, None
-            await asyncio.wait({call_in_thread(store.close, name="stepfast-storage")}, timeout=_STORE_CLOSE_SECONDS)
+        """Lets go of the storage, if it hangs as soon as it answers; the next call opens it again."""
+        if not self._free.is_set():
+            self._is_close_due = True
+        elif (closing := self._start_close()) is not None:
+            await asyncio.wait({closing}, timeout=_STORE_CLOSE_SECONDS)
+
+    def _start_close(self) -> asyncio.Future[None] | None:
+        store, self._store = self._store, None
+        return call_in_thread(store.close, name="stepfast-storage") if store is not None else None
 
     async def _call(self, call: Callable[[Store], T]) -> T:
         """One call at a time: one that hangs is not joined by others, and a roll-back that comes late is over before
@@ -89,5 +95,8 @@ class JobStorage:
 
     def _set_free(self, call: asyncio.Future[T]) -> None:
         self._free.set()
+        if self._is_close_due:
+            self._is_close_due = False
+            self._start_close()
         if not call.cancelled():
             call.exception()  # nobody may be left to ask for it
