@@ -321,7 +321,7 @@ class _Pool(rest.RESTClientObject):
     """The client library's connections, kept for as long as we say."""
 
     def __init__(self, configuration: client.Configuration, idle_seconds: float) -> None:
-        super().__init__(configuration)  # type: ignore[no-untyped-call] # theirs
+        super().__init__(configuration)
         self._idle_seconds = idle_seconds
 
     def _create_connector(self) -> aiohttp.TCPConnector:
