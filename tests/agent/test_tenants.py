@@ -20,7 +20,8 @@ from stepfast.client import connect
 from stepfast.errors import AgentUnavailable, ProtocolError
 from stepfast.messages import VERSION, Failure, FlushRun, Launching, Progress, RequestSave, Staged, Watch
 from stepfast.protocol import ANSWER_LIMIT, Decoder, encode
-from stepfast_sidecar.tenants import StorageRules, launch_of, persister_environment
+from stepfast.storage.rules import StorageRules
+from stepfast_sidecar.tenants import launch_of, persister_environment
 
 NEIGHBOUR = "team-b/neighbour"
 

@@ -158,6 +158,10 @@ ABILITIES: dict[str, tuple[str, str, str, str, bool]] = {
     "operator asks an agent": ("operator", "patch", "checkpointnodes.stepfast.dev", "", True),
     "operator writes a report": ("operator", "patch", "checkpointnodes.stepfast.dev:status", "", False),
     "operator changes a node": ("operator", "patch", "nodes", "", False),
+    "operator changes a pod": ("operator", "patch", "pods", "team-a", False),
+    "operator changes a Service": ("operator", "patch", "services", "team-a", False),
+    "operator makes an Event": ("operator", "create", "events", "team-a", True),
+    "operator changes an Event": ("operator", "patch", "events", "team-a", False),
 }  # fmt: skip
 
 

@@ -81,7 +81,9 @@ def test_rights_for_pod_groups_are_there_only_when_they_are_asked_for(
 
     least = rights()
     pod_groups = {"get", "create", "delete"}
-    assert rights(kueue=True) - least == {("kueue.x-k8s.io", "workloads", "get"), ("", "pods/status", "patch")}
+    assert rights(kueue=True) - least == {
+        ("kueue.x-k8s.io", "workloads", "get"), ("", "pods", "patch"), ("", "pods/status", "patch")
+    }  # fmt: skip
     assert rights(volcano=True) - least == {("scheduling.volcano.sh", "podgroups", verb) for verb in pod_groups}
     assert rights(coscheduling=True) - least == {
         ("scheduling.x-k8s.io", "podgroups", verb) for verb in pod_groups - {"get"}
@@ -131,12 +133,34 @@ def test_traffic_is_limited_to_what_is_needed(component: str, render: Callable[.
     assert [rule["ports"] for rule in policy["ingress"]] == [[{"port": "metrics", "protocol": "TCP"}]]
     assert all(rule["ports"] for rule in policy["egress"])
     assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53, 80, 443, 6443}
-    (metadata,) = [rule for rule in policy["egress"] if rule["ports"][0]["port"] == 80]
-    assert metadata["to"] == [{"ipBlock": {"cidr": "169.254.169.254/32"}}]
+    metadata = [rule["to"] for rule in policy["egress"] if rule["ports"][0]["port"] == 80]
+    assert all(to == [{"ipBlock": {"cidr": "169.254.169.254/32"}}] for to in metadata)
     federated = _policy(render(chart.VALUES["workload-identity"]), component)
-    assert {port["port"] for rule in federated["egress"] for port in rule["ports"]} == {53, 443, 6443}
+    asks_metadata = {80} if component == "sidecar" else set()
+    assert {port["port"] for rule in federated["egress"] for port in rule["ports"]} == {53, 443, 6443} | asks_metadata
     azurite = _policy(render(chart.VALUES["secret"]), component)
     assert 10000 in {port["port"] for rule in azurite["egress"] for port in rule["ports"]}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "rule"),
+    [
+        ("http://169.254.169.254", {"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}], "ports": [80]}),
+        ("https://10.1.2.3", {"to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}], "ports": [443]}),
+        ("http://notices.example:8080", {"ports": [8080]}),
+    ],
+)
+def test_agents_reach_whoever_tells_of_evictions(
+    endpoint: str, rule: dict[str, Any], render: Callable[..., list[dict[str, Any]]]
+) -> None:
+    """Also where no identity is asked for there."""
+    values = {"sidecar": {"evictionNotices": {"endpoint": endpoint}}}
+    policy = _policy(render({**chart.VALUES["workload-identity"], **values}), "sidecar")
+    found = [{**one, "ports": [port["port"] for port in one["ports"]]} for one in policy["egress"]]
+    assert rule in found
+    silent = {"sidecar": {"evictionNotices": {"enabled": False}}}
+    policy = _policy(render({**chart.VALUES["workload-identity"], **silent}), "sidecar")
+    assert {port["port"] for one in policy["egress"] for port in one["ports"]} == {53, 443, 6443}
 
 
 def test_agents_alone_reach_each_other_where_they_take_mirrors(

@@ -249,6 +249,38 @@ def test_pods_that_the_api_server_refuses_fail_the_job_with_why(
     play(operator_api, scenario)
 
 
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        pytest.param({"storageUri": "abfss://c@elsewhere.example/x"}, id="with the operator's identity"),
+        pytest.param({"storageUri": "http://elsewhere.example/x", "secretRef": {"name": "own"}}, id="of another kind"),
+    ],
+)
+def test_storage_that_nobody_allowed_is_never_opened_and_fails_the_job(
+    operator_api: KubernetesClient, checkpoint: Any
+) -> None:
+    """A host of the job's choice would be sent the token of the operator's identity."""
+
+    async def scenario(world: World, operation: Operation) -> None:
+        job = await world.make_job(checkpoint={**PATIENT, **checkpoint})
+        status = await reaches(world, job, State.FAILED)
+        [failed] = [condition for condition in status.conditions if condition.type == "Failed"]
+        assert failed.reason == "InvalidSpec"
+        assert checkpoint["storageUri"] in failed.message
+        assert (await world.pods(), operation.opened) == ([], [])
+
+        async def told() -> list[str]:
+            return [event["reason"] for event in await events_of(world, job)]
+
+        async def is_told() -> bool:
+            return bool(await told())
+
+        await until("it is told", is_told)
+        assert await told() == ["Failed"]
+
+    play(operator_api, scenario)
+
+
 @pytest.mark.parametrize("rule", Rule)
 def test_recovery_that_an_admission_rule_denies_goes_on_once_it_is_let(audited_api: ApiServer, rule: Rule) -> None:
     """Else a registry that is away for a moment ends a job of weeks."""

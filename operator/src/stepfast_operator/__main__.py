@@ -17,6 +17,7 @@ import kopf
 from stepfast.errors import StepfastError
 from stepfast.kube import Kube
 from stepfast.storage.open import open_store
+from stepfast.storage.rules import StorageRules
 from stepfast_operator import handlers, serving
 from stepfast_operator.backends.kubernetes import Cluster
 from stepfast_operator.backends.requests import Requests
@@ -124,7 +125,7 @@ class Operator:
                 requests=requests,
                 rings=Rings(kube, self._view.reports.get, self.jobs.is_under_way),
                 lease=self._lease,
-                storage_root=settings.storage_root,
+                storage=StorageRules(root=settings.storage_root or None, allowed=settings.allowed_storage),
                 open_store=open_store,
                 began_time=time.time(),
             ),

@@ -14,6 +14,7 @@ from stepfast.kube import Kube, KubeError, KubeUnavailable
 from stepfast_operator import events, labels
 from stepfast_operator.document import JSON, time_text
 from stepfast_operator.reconcile import Pass
+from stepfast_operator.record import Status
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,11 @@ class EventLog:
     def tell(self, job: JSON, seen: Pass) -> None:
         """What one pass brought about."""
         for event in events.events_of(seen):
+            self._put(job, event.type, event.reason, event.message)
+
+    def tell_refusal(self, job: JSON, before: Status, after: Status) -> None:
+        """What came of a spec that was refused."""
+        for event in events.events_of_refusal(before, after):
             self._put(job, event.type, event.reason, event.message)
 
     def tell_error(self, job: JSON, error: Exception) -> None:

@@ -304,7 +304,7 @@ class JobLoop:
         after = refuse(self.status, str(error), self._cluster.clock(), metadata.get("generation"))
         if after != self.status:
             await write_status(self._cluster, clusterjob.path_of(self.key), metadata["uid"], after)
-            self._events.tell_error(self._document, error)
+            self._events.tell_refusal(self._document, self.status, after)
             self.status = after
 
     async def _hold(self, job: ClusterJob) -> None:

@@ -17,6 +17,7 @@ class Settings:
 
     namespaces: tuple[str, ...]
     storage_root: str
+    allowed_storage: tuple[str, ...]
     metrics_port: int | None
     health_port: int | None
     identity: str
@@ -39,6 +40,10 @@ def parse_settings(arguments: Sequence[str], env: Mapping[str, str] | None = Non
         help="where jobs are saved that name no storageUri: below it <namespace>/<job>/",
     )  # fmt: skip
     parser.add_argument(
+        "--allow-storage", action="append", metavar="URI", default=given.get(f"{_PREFIX}ALLOW_STORAGE", "").split(),
+        help="another storage that jobs without credentials of their own may name (repeatable)",
+    )  # fmt: skip
+    parser.add_argument(
         "--metrics-port", type=int, default=given.get(f"{_PREFIX}METRICS_PORT") or None,
         help="serve Prometheus metrics (/metrics)",
     )  # fmt: skip
@@ -50,6 +55,7 @@ def parse_settings(arguments: Sequence[str], env: Mapping[str, str] | None = Non
     return Settings(
         namespaces=tuple(dict.fromkeys(parsed.watch_namespace)),
         storage_root=parsed.storage_root,
+        allowed_storage=tuple(parsed.allow_storage),
         metrics_port=parsed.metrics_port,
         health_port=parsed.health_port,
         identity=given.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}",

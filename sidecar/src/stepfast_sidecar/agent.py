@@ -21,6 +21,7 @@ from stepfast.messages import Hello, Launching, SaveRequested, Status
 from stepfast.nodestatus import EvictionNotice, NodeStatus, to_document
 from stepfast.slotplan import rank_share
 from stepfast.step import JobKey
+from stepfast.storage.rules import StorageRules
 from stepfast_sidecar.checkpointnode import Action, CheckpointNodeWriter, NodeRequest
 from stepfast_sidecar.cluster import checkpoint_node_writer, serve_kubelet
 from stepfast_sidecar.config import Config
@@ -39,7 +40,7 @@ from stepfast_sidecar.reception import Reception
 from stepfast_sidecar.room import Room
 from stepfast_sidecar.run import Run, Session, newest_run
 from stepfast_sidecar.tasks import Tasks
-from stepfast_sidecar.tenants import StorageRules, launch_of
+from stepfast_sidecar.tenants import launch_of
 from stepfast_sidecar.volumes import Volumes
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from stepfast.errors import ProtocolError, StepfastError
 from stepfast.messages import Failure, FlushRun, Hello, Launching, Message, RequestSave, Watch
 from stepfast.step import JobKey
+from stepfast.storage.rules import StorageRules
 from stepfast_sidecar import tenants
 from stepfast_sidecar.intake import Peer
 from stepfast_sidecar.rank import serve_rank
 from stepfast_sidecar.run import Session
-from stepfast_sidecar.tenants import StorageRules, Volume
+from stepfast_sidecar.tenants import Volume
 
 if TYPE_CHECKING:
     from stepfast_sidecar.agent import Agent

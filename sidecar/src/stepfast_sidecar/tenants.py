@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from stepfast.errors import SpecError, StepfastError
 from stepfast.messages import Hello, Launching
 from stepfast.step import JobKey, is_run
+from stepfast.storage.rules import StorageRules
 
 _POD_INFO = "csi.storage.k8s.io"
 _VOLUME_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -36,7 +37,6 @@ _NO_IDENTITY = {
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
 }
-_REMOTE = ("abfs", "abfss", "az", "s3")  # that a tenant's credentials may open; no path of this machine is among them
 
 
 class VolumeRefused(StepfastError):
@@ -134,30 +134,6 @@ def check_alone(volume: Volume, known: Iterable[Volume]) -> None:
                 f"{volume.owner}: it has the volume {other.id} for {other.job} already, and a pod has one: "
                 "name csi.stepfast.dev once in its `volumes`"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageRules:
-    """Which storages jobs may name. With the agent's own identity: the root, and what the administrator allows."""
-
-    root: str | None = None
-    allowed: tuple[str, ...] = ()
-
-    def refusal(self, uri: str, *, has_credentials: bool) -> str | None:
-        """Why a pod may not use the storage; None when it may."""
-        known = {_plain(allowed) for allowed in (self.root, *self.allowed) if allowed}
-        if _plain(uri) in known or (has_credentials and uri.partition("://")[0] in _REMOTE):
-            return None
-        if has_credentials:
-            return f"a secret opens storages of {', '.join(f'{scheme}://' for scheme in _REMOTE)}, not {uri!r}"
-        return (
-            f"the storage {uri!r} is neither the root of this cluster nor allowed by its administrator "
-            "(storage.allowed): name a secret with credentials for it (checkpoint.secretRef)"
-        )
-
-
-def _plain(uri: str) -> str:
-    return uri.rstrip("/")
 
 
 def refusal(hello: Hello | Launching, volume: Volume, rules: StorageRules) -> str | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from testcluster.controlplane import KubernetesClient
+from testoperator.world import STORAGE
 
 ROOTS = ("tests/cluster", "trainer-sdk/src", "sidecar/src", "operator/src")
 PROJECT = Path(__file__).resolve().parents[3]
@@ -64,12 +65,16 @@ def operator_process(
     mode: str = "",
     identity: str = "one",
     metrics_port: int | None = None,
+    storages: Sequence[str] = STORAGE.allowed,
 ) -> Iterator[OperatorProcess]:
-    """Runs until the context ends. `namespace` is where its Lease lies; without a port it gets one that is free."""
+    """Runs until the context ends. `namespace` is where its Lease lies; without a port it gets one that is free.
+    `storages`: what jobs may name.
+    """
     metrics_port, health_port = metrics_port or _free_port(), _free_port()
     module = ["testoperator.lives", mode] if mode else ["stepfast_operator"]
     options = [f"--metrics-port={metrics_port}", f"--health-port={health_port}"]
     options += [f"--watch-namespace={name}" for name in watch]
+    options += [f"--allow-storage={uri}" for uri in storages]
     environment: Mapping[str, str] = {
         **os.environ, "PYTHONPATH": os.pathsep.join(str(PROJECT / root) for root in ROOTS),
         "KUBECONFIG": str(kubeconfig), "POD_NAME": identity, "POD_NAMESPACE": namespace,

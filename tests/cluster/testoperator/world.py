@@ -15,6 +15,7 @@ from stepfast.kube import AlreadyExists, Kube
 from stepfast.nodestatus import JobStatus, NodeStatus, to_document
 from stepfast.step import JobKey
 from stepfast.storage.base import Store
+from stepfast.storage.rules import StorageRules
 from stepfast_operator.backends.kubernetes import Cluster, KubernetesBackend
 from stepfast_operator.backends.requests import Requests
 from stepfast_operator.backends.rings import Rings
@@ -33,6 +34,7 @@ WAITS_FOR_NOTHING = {
     "checkpoint": {"storageUri": "memory://contract", "gracefulSuspendSeconds": 0},
     "failurePolicy": {"backoff": {"baseSeconds": 0}, "flushTimeoutSeconds": 0},
 }
+STORAGE = StorageRules(allowed=("memory://contract",))
 API = "/apis/stepfast.dev/v1alpha1"
 
 
@@ -179,12 +181,15 @@ class Operation:
         self.lease = Lease(kube, world.namespace, identity)
         self.requests = Requests(kube, self.view.reports.get, self.jobs.is_under_way)
 
+        self.opened: list[str] = []  # storages
+
         def open_store(uri: str) -> Store:
+            self.opened.append(uri)
             return world.store  # type: ignore[return-value] # as much as is needed of one
 
         rings = Rings(kube, self.view.reports.get, self.jobs.is_under_way)
         self.cluster = Cluster(
-            kube=kube, view=self.view, requests=self.requests, rings=rings, lease=self.lease, storage_root="",
+            kube=kube, view=self.view, requests=self.requests, rings=rings, lease=self.lease, storage=STORAGE,
             open_store=open_store, began_time=0.0, clock=clock or time.time,
         )  # fmt: skip
         self._tasks: list[asyncio.Task[None]] = []

@@ -94,6 +94,7 @@ class Trial:
 
     def __init__(self, cluster: SimulatedCluster, folder: Path, size: Size, say: Callable[[str], None]) -> None:
         self._cluster, self._folder, self._size, self._say = cluster, folder, size, say
+        self._storage_uri = f"file://{folder}/storage"
         self._requests = Requests(cluster.audit_log, ACCOUNT)
         self.findings = Findings(size=size)
         self._gang_size: dict[str, int] = {}
@@ -108,8 +109,7 @@ class Trial:
             self._fleet = Fleet(kube, nodes, chart.NAMESPACE, gang_size=self._gang_size)
             await self._fleet.make()
             self._say(f"{len(nodes)} nodes")
-            storage = f"file://{self._folder}/storage"
-            async with self._fleet.running(), Jobs(kube, storage).watched() as self._jobs:
+            async with self._fleet.running(), Jobs(kube, self._storage_uri).watched() as self._jobs:
                 with self._operators:
                     await self._steps()
         finally:
@@ -232,8 +232,8 @@ class Trial:
     async def _start_operator(self) -> None:
         """Returns when it looks after jobs."""
         starting = operator_process(
-            self._folder, self._kubeconfig, namespace=chart.NAMESPACE, identity=_IDENTITY
-        )  # fmt: skip
+            self._folder, self._kubeconfig, namespace=chart.NAMESPACE, identity=_IDENTITY, storages=[self._storage_uri]
+        )
         self._operator: OperatorProcess = self._operators.enter_context(starting)
         await until("the operator begins", self._has_begun, seconds=_LONGEST_SECONDS)
 

@@ -2,17 +2,20 @@
 {{- define "stepfast.operator.jobRules" -}}
 - apiGroups: [stepfast.dev]
   resources: [trainingjobs]
-  verbs: [get, list, watch, patch, delete]
+  verbs: [list, watch, patch, delete]
 - apiGroups: [stepfast.dev]
   resources: [trainingjobs/status]
-  verbs: [get, patch]
+  verbs: [patch]
 - apiGroups: [stepfast.dev]
   resources: [trainingjobs/finalizers]  # to own pods and Services where owner references are checked
   verbs: [update]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, create, delete, patch]
+  verbs: [get, list, watch, create, delete]
 {{- if .Values.podGroups.kueue }}
+- apiGroups: [""]
+  resources: [pods]  # that no more pods come of a group that Kueue holds
+  verbs: [patch]
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]  # why a gang waits
   verbs: [get]
@@ -32,8 +35,8 @@
 {{- end }}
 - apiGroups: [""]
   resources: [services]
-  verbs: [get, list, create, patch]
-- apiGroups: ["", events.k8s.io]
+  verbs: [get, create]
+- apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- end -}}

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from stepfast.errors import SpecError, StepfastError
 from stepfast.kube import AlreadyExists, InvalidObject, Kube, KubeError, KubeUnavailable, PatchKind
 from stepfast.storage.base import Store
+from stepfast.storage.rules import StorageRules
 from stepfast_operator import labels, manifests, podgroups
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.backends.jobstorage import JobStorage
@@ -60,14 +61,14 @@ class NameTaken(KubeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """What all jobs share. `storage_root` is empty when each job must name its own storage."""
+    """What all jobs share. Without a root each job must name its own storage."""
 
     kube: Kube
     view: ClusterView
     requests: Requests
     rings: Rings
     lease: Lease
-    storage_root: str
+    storage: StorageRules
     open_store: Callable[[str], Store]
     began_time: float
     clock: Callable[[], float] = time.time
@@ -289,7 +290,7 @@ class KubernetesBackend:
         return is_awaited(report, self._job.job, current.run, is_flush_due=is_flush_due)
 
     def _job_storage(self) -> JobStorage:
-        uri = self._job.spec.checkpoint.storage_uri or self._cluster.storage_root
+        uri = self._job.spec.checkpoint.storage_uri or self._cluster.storage.root or ""
         if self._storage is None or self._storage.uri != uri:
             self._storage = JobStorage(self._job.job, uri, self._cluster.open_store)
         return self._storage
@@ -418,9 +419,12 @@ class KubernetesBackend:
 
 
 def check_storage(cluster: Cluster, job: ClusterJob) -> None:
-    """Raises SpecError when nobody says where the job is saved."""
-    if not (job.spec.checkpoint.storage_uri or cluster.storage_root):
-        reason = "is required: this operator was installed without a storage of its own (storage.uri)"
+    """Raises SpecError when nobody says where the job is saved, and for a storage that no job may have opened for it."""
+    uri = job.spec.checkpoint.storage_uri or cluster.storage.root
+    reason: str | None = "is required: this operator was installed without a storage of its own (storage.uri)"
+    if uri:
+        reason = cluster.storage.refusal(uri, has_credentials=job.spec.checkpoint.secret_ref is not None)
+    if reason is not None:
         raise SpecError("spec.checkpoint.storageUri", reason)
 
 
