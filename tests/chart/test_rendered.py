@@ -110,6 +110,13 @@ def test_a_volume_of_checkpoints_is_mounted_in_both(render: Render) -> None:
         ]
 
 
+def test_spares_have_a_priority_below_all_others(render: Render) -> None:
+    objects = render({})
+    (made,) = chart.of_kind(objects, "PriorityClass")
+    assert f"--spare-priority-class={made['metadata']['name']}" in container(objects, "operator")["args"]
+    assert (made["value"], made["preemptionPolicy"]) == (-10, "Never")
+
+
 def test_one_operator_at_a_time(render: Render) -> None:
     (deployment,) = chart.of_kind(render({}), "Deployment")
     assert deployment["spec"]["replicas"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kopf
@@ -99,6 +100,27 @@ def test_silent_watch_of_jobs_is_dropped_by_kopf_and_begun_again(
             await asyncio.wait_for(kopf_task, 30)
 
     play_behind_a_wire(operator_api, scenario)
+
+
+def test_node_that_was_never_heard_of_is_not_gone_and_one_that_was_removed_is(operator_api: KubernetesClient) -> None:
+    async def scenario() -> None:
+        async with World.open(operator_api.kubeconfig) as world, world.looking() as view:
+            seen = world.kubelets.node(0)
+            await world.kubelets.make_node(0)
+            await until("it is known", lambda: view.node(seen))
+            now = time.time()
+
+            def pod(node: str, placed_seconds_ago: float) -> Any:
+                return SimpleNamespace(node=node, placed_time=now - placed_seconds_ago, created_time=now - 1000)
+
+            assert not view.is_gone(pod(seen, 1000))
+            assert not view.is_gone(pod("never-heard-of", 5))
+            assert view.is_gone(pod("never-heard-of", 1000)), "every watch was begun anew meanwhile"
+            await world.kube.delete(f"/api/v1/nodes/{seen}")
+            await until("it is gone", lambda: view.node(seen) is None)
+            assert view.is_gone(pod(seen, 5))
+
+    run_to_end(asyncio.wait_for(scenario(), 60))
 
 
 def test_node_that_is_called_silent_after_an_outage_has_time_to_speak(

@@ -34,6 +34,22 @@ async def asked_of(world: World, index: int) -> list[tuple[str, str, str]]:
     return sorted((one["name"], one["run"], one["action"]) for one in asked)
 
 
+def test_checkpointnode_that_is_made_anew_is_asked_anew(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        requests = Requests(world.kube, operation.view.reports.get, lambda job: True)
+        node = world.kubelets.node(0)
+        for _ in range(2):
+            await world.report(0)
+            await until("it is known", lambda: operation.view.reports.get(node))
+            await requests.ask([node], request(world, "a", "ua-1"))
+            await requests.ask([node], request(world, "b", "ub-1"))
+            assert await asked_of(world, 0) == [("a", "ua-1", "Flush"), ("b", "ub-1", "Flush")]
+            await world.kube.delete(f"{API}/checkpointnodes/{node}")
+            await until("it is gone", lambda: operation.view.reports.get(node) is None)
+
+    play(operator_api, scenario)
+
+
 def test_requests_of_several_jobs_share_a_list_and_settled_ones_go(operator_api: KubernetesClient) -> None:
     async def scenario(world: World, operation: Operation) -> None:
         living = {"a", "b", "c"}

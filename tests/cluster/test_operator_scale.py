@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from backendcontract import DictStore
 from stepfast.kube import AlreadyExists, Kube
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast.step import JobKey
@@ -81,6 +83,40 @@ def test_many_jobs_at_once_never_need_more_connections_than_there_are(operator_a
 
         await until("all pods are made", are_made)
         assert busy.most <= TURNS + POD_REQUESTS + AGENT_REQUESTS < CONNECTIONS - 10
+
+    play(operator_api, scenario)
+
+
+class Hanging(DictStore):
+    """Tells nothing of the steps of some jobs until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def list(self, folder: str) -> Any:
+        if "/hung-" in f"/{folder}":
+            self.released.wait()
+        return super().list(folder)
+
+
+def test_storage_that_does_not_answer_keeps_no_other_job_from_being_looked_at(operator_api: KubernetesClient) -> None:
+    async def scenario(world: World, operation: Operation, busy: Busy) -> None:
+        hanging = world.store = Hanging()
+        job = await world.make_job("failing", failurePolicy={"maxRestarts": 0, "flushTimeoutSeconds": 0})
+        try:
+            await world.kubelets.started("failing-1-0")
+            for index in range(TURNS + 4):
+                await world.make_job(f"hung-{index}")
+            await until("they hang", lambda: len(operation.opened) > TURNS)
+            await world.kubelets.end("failing-1-0", 7)
+
+            async def is_told() -> bool:
+                return (await world.status(job)).last_failure is not None
+
+            await until("the failure is seen", is_told)
+        finally:
+            hanging.released.set()
 
     play(operator_api, scenario)
 

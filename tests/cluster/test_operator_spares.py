@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stepfast_operator.record import Status
-from testcluster.controlplane import KubernetesClient
+from testcluster.controlplane import ApiServer, KubernetesClient
+from testoperator.admission import Rule, denied
 from testoperator.backends import launch_of, play
 from testoperator.polling import until
 from testoperator.world import Operation, World, planned
@@ -41,6 +44,17 @@ def test_spares_are_pods_that_no_gang_consists_of_and_come_and_go_as_they_are_wa
         assert await names(world) == ["job-1-0"]
 
     play(operator_api, scenario)
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_spare_that_an_admission_rule_denies_holds_nobody_up(audited_api: ApiServer, rule: Rule) -> None:
+    async def scenario(world: World, operation: Operation) -> None:
+        backend = operation.backend(await world.make_job())
+        async with denied(audited_api, world.kube, world.namespace, "job-spare-", rule):
+            await backend.set_spares(1, ())
+        assert not (await backend.observe(Status())).spares
+
+    play(audited_api, scenario)
 
 
 def test_spare_that_a_quota_refuses_holds_nobody_up(operator_api: KubernetesClient) -> None:

@@ -4,20 +4,24 @@ Their schedulers are played, as the kubelets are.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from stepfast.kube import Forbidden, Kube
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.record import State, Status
 from testcluster.binaries import Binaries
 from testcluster.claim import Claim
 from testcluster.controlplane import ApiServer, KubernetesClient
 from testcluster.fixtures import loudly
+from testoperator.connection import connect
 from testoperator.crds import install_crds
 from testoperator.playing import play
 from testoperator.polling import until
+from testoperator.running import run_to_end
 from testoperator.world import Operation, World
 
 VOLCANO, COSCHEDULING = {"volcano": {"queue": "research"}}, {"coscheduling": {"scheduleTimeoutSeconds": 30}}
@@ -90,6 +94,35 @@ def test_without_those_who_schedule_it_no_pod_is_made_and_the_job_says_so(
         await until("the job is gone", lambda: operation.jobs.statuses() == {})
 
     play(operator_api, scene)
+
+
+class Unwanted(Kube):
+    """May not have to do with PodGroups."""
+
+    async def _request(self, method: str, path: str, *args: Any, **options: Any) -> Any:
+        if "/podgroups" in path:
+            raise Forbidden(f"{method} {path}")
+        return await super()._request(method, path, *args, **options)
+
+
+def test_job_of_an_operator_that_may_not_make_pod_groups_can_be_deleted(operator_api: KubernetesClient) -> None:
+    async def run() -> None:
+        async with World.open(operator_api.kubeconfig) as world:
+            unwanted = await connect(operator_api.kubeconfig, Unwanted)
+            try:
+                operation = await world.operate(unwanted, namespaces=[world.namespace])
+                await operation.look_after()
+                job = await world.make_job(podGroupPolicy=COSCHEDULING)
+                await status_when(
+                    world, job, "the job says so", lambda status: why_not_ready(status)[0] == "QueueRefused"
+                )
+                await world.kube.delete(job.path)
+                await until("the job is gone", lambda: operation.jobs.statuses() == {})
+                await operation.close()
+            finally:
+                await unwanted.close()
+
+    run_to_end(asyncio.wait_for(run(), 90))
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,14 @@ def test_job_is_read() -> None:
     assert job.spec.trainer.command == ("torchrun", "t.py")
 
 
+def test_fields_of_a_newer_version_are_passed_over() -> None:
+    """CRDs go before their operator, and the API server fills their defaults into jobs that run."""
+    job = clusterjob.parse_job(
+        document(spec={"newPolicy": {"a": 1}, "checkpoint": {"newField": 0, "storageUri": "az://a/b"}})
+    )
+    assert job.spec.checkpoint.storage_uri == "az://a/b"
+
+
 def test_prediction_that_the_manifest_carries_is_read() -> None:
     assert clusterjob.parse_job(document()).manifest.anatomy is None
     assert clusterjob.parse_job(document(annotations={ANNOTATION: "{}"})).manifest.anatomy == "{}"

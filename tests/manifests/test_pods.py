@@ -513,3 +513,11 @@ def test_spare_wants_the_place_of_a_pod_and_does_nothing_there() -> None:
         ("log", "log:1", ["sleep", "infinity"], {"requests": {"cpu": "1"}}),
     ]  # fmt: skip
     assert all("env" not in one and "args" not in one for one in spare["spec"]["containers"])
+
+
+def test_spare_has_the_priority_that_it_is_given() -> None:
+    spec = spec_of(template={"spec": {"priority": 9, "preemptionPolicy": "Never", "priorityClassName": "high"}})
+    pod = manifests.spare_of(OWNER, spec, 1, (), priority_class="spares")["spec"]
+    assert {key: value for key, value in pod.items() if "pri" in key.lower() or "preempt" in key} == {
+        "priorityClassName": "spares"
+    }

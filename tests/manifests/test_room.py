@@ -45,7 +45,7 @@ def report(name: str, limit_bytes: int | None) -> NodeReport | None:
     if limit_bytes is None:
         return None
     status = to_document(NodeStatus(node=name, memory_limit_bytes=limit_bytes, memory_used_bytes=0, jobs=()))
-    return report_of({"metadata": {"name": name}, "status": status})
+    return report_of({"metadata": {"name": name, "uid": name}, "status": status})
 
 
 def test_nodes_say_what_they_have() -> None:

@@ -19,6 +19,7 @@ def test_options_win_over_the_environment() -> None:
         "STEPFAST_OPERATOR_HEALTH_PORT": "8081",
         "STEPFAST_OPERATOR_STORAGE_ROOT": "az://root/jobs",
         "STEPFAST_OPERATOR_WATCH_NAMESPACE": "a,b,a",
+        "STEPFAST_OPERATOR_SPARE_PRIORITY_CLASS": "spares",
         "STEPFAST_OPERATOR_ALLOW_STORAGE": "az://a,b/x s3://c",
         "POD_NAME": "operator-0",
         "POD_NAMESPACE": "system",
@@ -26,6 +27,7 @@ def test_options_win_over_the_environment() -> None:
     settings = parse_settings(["--metrics-port", "9090"], env)
     assert (settings.metrics_port, settings.health_port) == (9090, 8081)
     assert (settings.storage_root, settings.namespaces) == ("az://root/jobs", ("a", "b"))
+    assert settings.spare_priority_class == "spares"
     assert settings.allowed_storage == ("az://a,b/x", "s3://c")
     assert (settings.identity, settings.namespace) == ("operator-0", "system")
 

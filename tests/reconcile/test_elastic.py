@@ -218,6 +218,28 @@ def test_gang_saves_and_grows_when_there_is_place(world: Any) -> None:
     ]
 
 
+def test_grown_gang_whose_ranks_are_restarted_in_place_keeps_its_size(make_world: MakeWorld) -> None:
+    world = make_world(
+        trainer=trainer(2),
+        elasticPolicy={"maxNodes": 3},
+        failurePolicy={"restartStrategy": "InPlace", "maxInPlaceRestarts": 1},
+    )
+    train(world)
+    spares(world, "node-2")
+    world.relaunched()
+    train(world)
+    world.die()
+    world.advance(1)
+    world.rejoin(restored_step=20)
+    world.make_step(30)
+    world.settle()
+    world.stage(30)
+    world.persist(f"{world.launches[-1].run}.1")
+    world.settle()
+    world.look()
+    assert (world.status.current.in_place_restarts, world.status.nodes.desired, world.spares) == (1, 3, [])
+
+
 def test_spares_hold_their_places_until_the_gang_has_ended(world: Any) -> None:
     spares(world, "node-2")
     world.turn()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from stepfast.nodestatus import EvictionNotice
+from stepfast_operator.actions import StopMode
 from stepfast_operator.events import EventReason, events_of
-from stepfast_operator.observed import AgentState, Intent
+from stepfast_operator.observed import AgentState, Intent, WorkerPhase
 from stepfast_operator.record import Cause, ConditionType, State
 
 MakeWorld = Callable[..., Any]
@@ -59,6 +60,21 @@ def test_gang_saves_and_goes_elsewhere_uncounted_with_nothing_lost(world: Any) -
     assert recovery.failure_time == noticed
     assert world.now - noticed < 30 - 5, "before the node is gone"
     assert told(world, EventReason.EVICTION_NOTICE) == [f"{last.message}: the gang saves and leaves"]
+
+
+def test_script_that_ends_well_when_it_is_told_to_end_has_not_ended_its_training(world: Any) -> None:
+    stop = world.stop
+
+    async def stop_well(runs: Sequence[str], mode: StopMode) -> None:
+        await stop(runs, mode)
+        for run in runs:
+            world.gangs[run].phases = dict.fromkeys(world.gangs[run].phases, WorkerPhase.SUCCEEDED)
+
+    world.stop = stop_well
+    announce(world)
+    world.relaunched()
+    assert (world.status.state, world.status.last_failure.reason) == (State.STARTING, Cause.EVICTION_NOTICE)
+    assert world.launch_of(2).resume_step == 14
 
 
 def test_status_says_why_while_the_gang_is_leaving(world: Any) -> None:

@@ -109,7 +109,9 @@ REPORTS = [
             {"name"},
             id="nodes",
         ),
-        pytest.param(report_of, REPORT_FIELDS, {"metadata": {"name": "a"}}, REPORTS, {"node", "jobs"}, id="reports"),
+        pytest.param(
+            report_of, REPORT_FIELDS, {"metadata": {"name": "a", "uid": "u"}}, REPORTS, {"node", "jobs"}, id="reports"
+        ),
         pytest.param(
             agent_of, POD_FIELDS, pod(), [pod(spec={"nodeName": "a"}, conditions=[READY])], {"pod"}, id="agents"
         ),

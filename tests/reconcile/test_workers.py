@@ -77,7 +77,9 @@ def view(document: JSON) -> PodView:
 
 
 def worker_of(document: JSON, node: NodeView | None = READY, *, is_stopping: bool = False) -> Worker:
-    return workers_of([view(document)], 1, lambda _: node, now=NOW, is_stopping=is_stopping)[0]
+    return workers_of(
+        [view(document)], 1, lambda _: node, is_gone=lambda _: node is None, now=NOW, is_stopping=is_stopping
+    )[0]
 
 
 def failure_of(document: JSON, node: NodeView | None = READY) -> Failure:
@@ -297,11 +299,17 @@ def test_pod_of_a_lost_node_is_lost(pod: JSON, node: NodeView | None, message: s
     assert (failure.cause, failure.message) == (Cause.NODE_LOST, message)
 
 
+def test_pod_whose_node_nobody_has_told_of_yet_is_not_lost() -> None:
+    (worker,) = workers_of([view(ALIVE)], 1, lambda _: None, is_gone=lambda _: False, now=NOW, is_stopping=False)
+    assert (worker.phase, worker.failure) == (RUNNING, None)
+
+
 def test_pod_that_was_placed_on_a_node_after_that_was_called_silent_is_not_lost_with_it() -> None:
     """After an outage of the API server a node may be called silent that is not: gang after gang would be lost."""
     silent = NodeView(name="node-a", not_ready_time=NOW - 3601, ready_message="NodeStatusUnknown: no word")
     [worker] = workers_of(
-        [view(pod_json(phase="Running", containerStatuses=[container(running={})]))], 1, lambda name: silent, now=NOW,
+        [view(pod_json(phase="Running", containerStatuses=[container(running={})]))], 1, lambda name: silent,
+        is_gone=lambda _: False, now=NOW,
         is_stopping=False,
     )  # fmt: skip
     assert (worker.phase, worker.failure) == (RUNNING, None)
@@ -319,7 +327,7 @@ def test_failure_before_the_node_was_lost_is_the_failure() -> None:
 
 def test_missing_pods_were_deleted() -> None:
     other = pod_json(phase="Running", containerStatuses=[container(running={})])
-    first, missing = workers_of([view(other)], 2, lambda _: READY, now=NOW, is_stopping=False)
+    first, missing = workers_of([view(other)], 2, lambda _: READY, is_gone=lambda _: False, now=NOW, is_stopping=False)
     assert (first.phase, first.failure) == (RUNNING, None)
     assert missing.phase is FAILED
     assert missing.failure is not None
@@ -330,7 +338,7 @@ def test_missing_pods_were_deleted() -> None:
 @pytest.mark.parametrize("node", [READY, None], ids=["node ready", "node gone"])
 def test_gang_that_was_asked_to_end_does_not_fail_by_ending(pod: JSON, node: NodeView | None) -> None:
     assert worker_of(pod, node, is_stopping=True).failure is None
-    missing = workers_of([], 1, lambda _: node, now=NOW, is_stopping=True)[0]
+    missing = workers_of([], 1, lambda _: node, is_gone=lambda _: node is None, now=NOW, is_stopping=True)[0]
     assert (missing.phase, missing.failure) == (FAILED, None)
 
 
@@ -461,7 +469,7 @@ def test_node(conditions: Any, since: float | None, message: str) -> None:
     ids=["empty", "none", "half a job", "no list"],
 )
 def test_report_that_makes_no_sense_reports_nothing(status: Any, generation: int) -> None:
-    report = report_of({"metadata": {"name": "node-a", "generation": 4}, "status": status})
+    report = report_of({"metadata": {"name": "node-a", "uid": "u", "generation": 4}, "status": status})
     assert (report.node, report.generation, report.observed_generation, report.jobs) == ("node-a", 4, generation, ())
 
 
@@ -473,7 +481,11 @@ def test_report_is_read_with_its_requests() -> None:
     }  # fmt: skip
     memory = {"limitBytes": 10, "usedBytes": 1}
     status = {"observedGeneration": 2, "memory": memory, "jobs": [job], "conditions": []}
-    document = {"metadata": {"name": "n", "generation": 2}, "spec": {"requests": [request]}, "status": status}
+    document = {
+        "metadata": {"name": "n", "uid": "u", "generation": 2},
+        "spec": {"requests": [request]},
+        "status": status,
+    }
     report = report_of(document)
     assert report.requests == (request,)
     assert [(one.job, one.run, tuple(one.pending_steps)) for one in report.jobs] == [
@@ -498,7 +510,7 @@ def report_written_by(clock_ahead_seconds: float, *, taken: str = "2026-01-01T00
     document = to_document(by_another_clock(status, -clock_ahead_seconds))
     document["evictionNotice"]["notBefore"] = format_time(NOW + 30)  # the cloud's
     fields = [{"subresource": "status", "time": "2025-12-31T20:00:00Z"}, {"subresource": "status", "time": taken}]
-    metadata = {"name": "n", "generation": 1, "managedFields": [*fields, {"time": "2026-01-01T02:00:00Z"}]}
+    metadata = {"name": "n", "uid": "u", "generation": 1, "managedFields": [*fields, {"time": "2026-01-01T02:00:00Z"}]}
     return report_of({"metadata": metadata, "status": document})
 
 
@@ -525,7 +537,7 @@ def test_times_stand_as_they_were_told_where_clocks_seem_to_agree(report: NodeRe
 def test_launchers_time_is_told_by_the_api_servers_clock(ahead: float) -> None:
     pod = view(pod_json(phase="Failed", containerStatuses=[ended(139, message=launcher(time=NOW - 12 + ahead))]))
     skewed = replace(pod, clock_ahead_seconds=ahead)
-    (worker,) = workers_of([skewed], 1, lambda _: READY, now=NOW, is_stopping=False)
+    (worker,) = workers_of([skewed], 1, lambda _: READY, is_gone=lambda _: False, now=NOW, is_stopping=False)
     assert worker.failure is not None
     assert worker.failure.time == NOW - 12
 
@@ -579,7 +591,7 @@ def test_pods_come_back_to_where_the_attempt_before_ran(
 
 @pytest.mark.parametrize("lookup", [lambda _: READY, lambda _: None], ids=["ready", "unknown"])
 def test_pod_that_runs_nowhere_is_on_no_lost_node(lookup: Callable[[str], NodeView | None]) -> None:
-    worker = workers_of([view(UNSCHEDULABLE)], 1, lookup, now=NOW, is_stopping=False)[0]
+    worker = workers_of([view(UNSCHEDULABLE)], 1, lookup, is_gone=lambda _: False, now=NOW, is_stopping=False)[0]
     assert (worker.failure, worker.node) == (None, "gpt-2-0")
 
 

@@ -13,6 +13,8 @@
 {{- define "stepfast.operator.name" -}}{{ include "stepfast.fullname" . }}-operator{{- end -}}
 {{- define "stepfast.sidecar.name" -}}{{ include "stepfast.fullname" . }}-sidecar{{- end -}}
 
+{{- define "stepfast.spares.priorityClass" -}}{{ include "stepfast.fullname" . }}-spares{{- end -}}
+
 {{- define "stepfast.mirrors.secret" -}}
 {{- .Values.sidecar.mirrors.secretName | default (printf "%s-mirrors" (include "stepfast.sidecar.name" .)) -}}
 {{- end -}}

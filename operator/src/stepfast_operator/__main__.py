@@ -127,6 +127,7 @@ class Operator:
                 lease=self._lease,
                 storage=StorageRules(root=settings.storage_root or None, allowed=settings.allowed_storage),
                 open_store=open_store,
+                spare_priority_class=settings.spare_priority_class,
                 began_time=time.time(),
             ),
             self._events,

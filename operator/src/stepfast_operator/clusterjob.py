@@ -70,9 +70,13 @@ def _told(document: JSON) -> tuple[JSON, JSON]:
 
 
 def parse_job(document: JSON) -> ClusterJob:
-    """Raises SpecError naming a field that the API server let pass."""
-    notes = document["metadata"].get("annotations") or {}
-    manifest = parse_manifest(document, default_namespace=document["metadata"]["namespace"])
+    """Raises SpecError naming a field that the API server let pass.
+
+    One that we do not know is of a version whose CRDs are there before its operator is, or still after it: the API
+    server fills its default into jobs that run. What nobody knows it has refused or removed itself.
+    """
+    notes, namespace = document["metadata"].get("annotations") or {}, document["metadata"]["namespace"]
+    manifest = parse_manifest(document, default_namespace=namespace, ignore_unknown=True)
     return _job_of(document, replace(manifest, command=notes.get(labels.RESUME_REQUEST)))
 
 

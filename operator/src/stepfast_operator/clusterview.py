@@ -15,7 +15,7 @@ from stepfast.kube import Kube
 from stepfast.nodestatus import JobStatus, RankStatus
 from stepfast.step import JobKey
 from stepfast_operator import labels
-from stepfast_operator.cache import Reflector
+from stepfast_operator.cache import IDLE_SECONDS, Reflector
 from stepfast_operator.document import JSON
 from stepfast_operator.podfields import NODE_FIELDS, POD_FIELDS, REPORT_FIELDS
 from stepfast_operator.podview import (
@@ -36,6 +36,7 @@ from stepfast_operator.podview import (
 _AFTER_OUTAGE_SECONDS = 60.0
 _DOUBT_SECONDS = 90.0
 _BEGIN_DOUBT_SECONDS = 20.0
+_UNHEARD_SECONDS = IDLE_SECONDS + 10.0  # a watch that is dead is begun anew by then, and nobody is unheard of
 _AGENTS = "app.kubernetes.io/name=stepfast,app.kubernetes.io/component=sidecar"
 
 
@@ -70,6 +71,7 @@ class ClusterView:
         self._pods_by_node: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)  # the jobs' uids
         self._nodes_by_job: dict[JobKey, set[str]] = defaultdict(set)
         self._doubted: dict[str, asyncio.TimerHandle] = {}  # nodes that may not be as silent as they are said to be
+        self._removed: dict[str, float] = {}  # nodes that were seen to go, and when
         self.leaving = set[str]()  # nodes that the cloud is about to take away
         self._agents_by_node: dict[str, dict[str, AgentView]] = defaultdict(dict)
         selector = f"{labels.MANAGED_BY}={labels.OPERATOR},{labels.JOB_UID}"
@@ -149,6 +151,18 @@ class ClusterView:
         view = self.nodes.get(name)
         return replace(view, not_ready_time=None) if view is not None and name in self._doubted else view
 
+    def is_gone(self, pod: PodView) -> bool:
+        """Whether the pod's node is no more. One that has just come may not have been told of, while its pod was."""
+        if pod.node is None or self.nodes.get(pod.node) is not None:
+            return False
+        placed = pod.placed_time or pod.created_time
+        return pod.node in self._removed or time.time() - placed > _UNHEARD_SECONDS
+
+    def is_lost(self, pod: PodView) -> bool:
+        """Whether the pod's node is no more, or does not answer."""
+        node = self.node(pod.node) if pod.node is not None else None
+        return self.is_gone(pod) if node is None else node.not_ready_time is not None
+
     def is_ready(self, node: str) -> bool:
         return _is_ready(self.node(node))
 
@@ -192,10 +206,19 @@ class ClusterView:
 
     def _on_node(self, old: NodeView | None, new: NodeView | None) -> None:
         name = (new or old).name  # type: ignore[union-attr] # one of them is there
+        self._note_removal(name, is_removed=new is None)
         if old is None or new is None or (_is_ready(old), old.is_silent) != (_is_ready(new), new.is_silent):
             self._doubt(name, old, new)
         if _health(old) != _health(new):
             self._wake(name)
+
+    def _note_removal(self, name: str, *, is_removed: bool) -> None:
+        """Those that are longer ago need no remembering: every pod that was there was placed before."""
+        now = time.monotonic()
+        self._removed.pop(name, None)
+        self._removed = {node: when for node, when in self._removed.items() if now - when < _UNHEARD_SECONDS}
+        if is_removed:
+            self._removed[name] = now
 
     def _doubt(self, name: str, old: NodeView | None, new: NodeView | None) -> None:
         """Begins it, or ends it: the kubelet has spoken."""

@@ -319,6 +319,9 @@ def _watch(observed: Observed, attempt: Attempt) -> Decision:
         return suspend.stopped(observed, attempt, "stopped as asked")
     if failure is not None:
         return _fail(observed, attempt, leaving.explained(observed, attempt, failure))
+    if is_over and attempt.leaving is not None and attempt.stopping_time is not None:
+        # A script may end well when it is told to end: that is not the end of its training.
+        return _fail(observed, attempt, leaving.failure_of(attempt.leaving))
     if is_over:
         return _succeed(observed, attempt)
     if is_to_stop:

@@ -167,8 +167,12 @@ def _pod_document(
     }
 
 
-def spare_of(owner: Owner, spec: TrainingSpec, number: int, avoided_nodes: Sequence[str]) -> JSON:
-    """A pod that wants the place of one more of the gang's, and does nothing there."""
+def spare_of(
+    owner: Owner, spec: TrainingSpec, number: int, avoided_nodes: Sequence[str], *, priority_class: str = ""
+) -> JSON:
+    """A pod that wants the place of one more of the gang's, and does nothing there. `priority_class`, in place of the
+    template's: it waits for a place all the time, and must not have the one of a gang that is about to start again.
+    """
     template: dict[str, JSON] = copy.deepcopy(dict(spec.template.spec))
     others = _without(template.get("containers") or (), labels.CONTAINER)
     pod: dict[str, JSON] = {
@@ -182,8 +186,15 @@ def spare_of(owner: Owner, spec: TrainingSpec, number: int, avoided_nodes: Seque
         "affinity": _affinity(template.get("affinity") or {}, owner, None, avoided_nodes),
     }
     pod.pop("initContainers", None)
+    if priority_class:
+        pod = {**_without_priority(pod), "priorityClassName": priority_class}
     name = labels.spare_name(owner.job.name, number)
     return _pod_document(owner, spec, name, pod, marks={labels.SPARE: str(number)}, notes={})
+
+
+def _without_priority(pod: JSON) -> JSON:
+    """What a class says must not be said otherwise."""
+    return {key: value for key, value in pod.items() if key not in ("priority", "preemptionPolicy")}
 
 
 def _idle(container: JSON) -> JSON:

@@ -137,6 +137,7 @@ class NodeReport:
     """
 
     node: str
+    uid: str
     generation: int
     observed_generation: int
     requests: tuple[Mapping[str, str], ...]
@@ -258,6 +259,7 @@ def report_of(document: JSON) -> NodeReport:
         told, ahead = NodeStatus(node=metadata["name"], memory_limit_bytes=0, memory_used_bytes=0, jobs=()), 0.0
     return NodeReport(
         node=metadata["name"],
+        uid=str(metadata["uid"]),
         generation=int(metadata.get("generation") or 0),
         observed_generation=int(status.get("observedGeneration") or 0),
         requests=tuple(dict(request) for request in spec.get("requests") or ()),

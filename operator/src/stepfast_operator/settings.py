@@ -18,6 +18,7 @@ class Settings:
     namespaces: tuple[str, ...]
     storage_root: str
     allowed_storage: tuple[str, ...]
+    spare_priority_class: str
     metrics_port: int | None
     health_port: int | None
     identity: str
@@ -44,6 +45,12 @@ def parse_settings(arguments: Sequence[str], env: Mapping[str, str] | None = Non
         help="another storage that jobs without credentials of their own may name (repeatable)",
     )  # fmt: skip
     parser.add_argument(
+        "--spare-priority-class",
+        metavar="NAME",
+        default=given.get(f"{_PREFIX}SPARE_PRIORITY_CLASS", ""),
+        help="of pods that hold places for gangs to grow into (default: as the job's own pods)",
+    )
+    parser.add_argument(
         "--metrics-port", type=int, default=given.get(f"{_PREFIX}METRICS_PORT") or None,
         help="serve Prometheus metrics (/metrics)",
     )  # fmt: skip
@@ -56,6 +63,7 @@ def parse_settings(arguments: Sequence[str], env: Mapping[str, str] | None = Non
         namespaces=tuple(dict.fromkeys(parsed.watch_namespace)),
         storage_root=parsed.storage_root,
         allowed_storage=tuple(parsed.allow_storage),
+        spare_priority_class=parsed.spare_priority_class,
         metrics_port=parsed.metrics_port,
         health_port=parsed.health_port,
         identity=given.get("POD_NAME") or f"{socket.gethostname()}-{os.getpid()}",

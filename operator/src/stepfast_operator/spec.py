@@ -304,8 +304,8 @@ class TrainingJob:
     cluster_only: tuple[str, ...] = ()  # paths of fields that have no meaning on one machine
 
 
-def parse_manifest(document: JSON, *, default_namespace: str) -> TrainingJob:
-    """Reads a manifest (what YAML or JSON gave). Raises SpecError naming the field."""
+def parse_manifest(document: JSON, *, default_namespace: str, ignore_unknown: bool = False) -> TrainingJob:
+    """Reads a manifest (what YAML or JSON gave). Raises SpecError naming the field. `ignore_unknown`: of its spec."""
     if not isinstance(document, Mapping):
         raise SpecError("manifest", f"expected an object with kind: {KIND}")
     for key, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
@@ -323,7 +323,7 @@ def parse_manifest(document: JSON, *, default_namespace: str) -> TrainingJob:
         raise SpecError("spec", "is required")
     return TrainingJob(
         job=job,
-        spec=decode(TrainingSpec, spec, "spec"),
+        spec=decode(TrainingSpec, spec, "spec", ignore_unknown=ignore_unknown),
         anatomy=_anatomy_of(metadata),
         cluster_only=_cluster_only(spec),
     )

@@ -13,8 +13,9 @@ more connections than the client has, 100: a request that waits for one may be o
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from types import TracebackType
 from typing import TypeVar
@@ -46,6 +47,8 @@ class Lane(Enum):
 # Never fewer at a time. What is slow may be a webhook rather than the API server itself: a gang that trained before is
 # not to wait for each other one that did.
 LEAST_LAUNCHES = {Lane.RELAUNCH: 2, Lane.LAUNCH: 1, Lane.RETRY: 2}
+STORAGE_CALLS = 16  # of each storage
+LONGEST_STORAGE_SECONDS = 1.0  # with a turn: thrice what a storage in the same region takes to list and read steps
 LONGEST_LAUNCH_SECONDS = 2.0  # one that takes longer goes on beside its turn: what it waits for may hang
 
 
@@ -70,6 +73,15 @@ class Turn:
         if self.lane in LEAST_LAUNCHES:
             self._limit = loop.call_later(LONGEST_LAUNCH_SECONDS, self.end)
         self._begun.set()
+
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """What lasts longer goes on without the turn: it may hang, and others are to be looked at meanwhile."""
+        limit = asyncio.get_running_loop().call_later(seconds, self.end)
+        try:
+            yield
+        finally:
+            limit.cancel()
 
     def end(self) -> None:
         """What follows waits for others, and is not to hold up anybody."""
@@ -108,6 +120,8 @@ class Turns:
             Lane.PROGRESS: UNHURRIED_TURNS,
         }
         self._pods = asyncio.Semaphore(POD_REQUESTS)
+        # By its URI, of which an administrator names a few: one that hangs keeps nobody from another.
+        self.storages: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(STORAGE_CALLS))
 
     def ask(self, lane: Lane) -> Turn:
         """The next turn in that lane, to be waited for (`async with`)."""

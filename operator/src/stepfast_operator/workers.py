@@ -36,12 +36,14 @@ def workers_of(
     nodes: int,
     node_of: Callable[[str], NodeView | None],
     *,
+    is_gone: Callable[[PodView], bool],
     now: float,
     is_stopping: bool,
     wanted_conditions: Container[tuple[str, str]] = frozenset(),
 ) -> list[Worker]:
     """The workers of the gang whose pods these are. `is_stopping`: it was asked to end, so that pods which go
-    have not failed. `wanted_conditions`: those of nodes, as (type, status), that are told.
+    have not failed. `is_gone`: whether a pod's node is no more. `wanted_conditions`: those of nodes, as (type,
+    status), that are told.
     """
     by_index, found = {pod.index: pod for pod in pods}, []
     for index in range(nodes):
@@ -50,7 +52,7 @@ def workers_of(
             found.append(_missing(index, now, is_stopping))
             continue
         node = node_of(pod.node) if pod.node is not None else None
-        worker = _worker(pod, node, now, is_stopping)
+        worker = _worker(pod, node, is_gone(pod), now, is_stopping)
         ill = node.conditions_in(wanted_conditions) if node is not None else ()
         found.append(replace(worker, node_conditions=ill) if ill else worker)
     return found
@@ -62,11 +64,11 @@ def _missing(index: int, now: float, is_stopping: bool) -> Worker:
     return Worker(index=index, node=f"(node index {index})", phase=WorkerPhase.FAILED, failure=failure, is_placed=False)
 
 
-def _worker(pod: PodView, node: NodeView | None, now: float, is_stopping: bool) -> Worker:
+def _worker(pod: PodView, node: NodeView | None, is_gone: bool, now: float, is_stopping: bool) -> Worker:
     phase = _PHASES.get(pod.phase, WorkerPhase.RUNNING)
     failure = _ended(pod, now) if phase is not WorkerPhase.SUCCEEDED else None
     if failure is None and not pod.has_ended and not is_stopping:
-        failure = _lost(pod, node, now) or _deleted(pod, now)
+        failure = _lost(pod, node, is_gone, now) or _deleted(pod, now)
     if not (pod.has_ended or pod.is_alive):
         phase = WorkerPhase.FAILED
     return Worker(
@@ -135,13 +137,13 @@ def _time_of(said: Mapping[str, JSON], pod: PodView, now: float) -> float | None
     return min(float(time), now) if pod.created_time <= time <= now + _CLOCK_SKEW_SECONDS else None
 
 
-def _lost(pod: PodView, node: NodeView | None, now: float) -> Failure | None:
+def _lost(pod: PodView, node: NodeView | None, is_gone: bool, now: float) -> Failure | None:
     """A pod on a node that does not answer, or that is no more."""
-    if pod.node is None or (node is not None and node.not_ready_time is None):
-        return None
-    if node is None:
+    if is_gone:
         return _failure(pod, Cause.NODE_LOST, now, message=f"node {pod.node} is gone")
-    since = node.not_ready_time or now
+    since = node.not_ready_time if node is not None else None
+    if node is None or since is None:
+        return None
     if since < pod.created_time:
         return None  # it was placed there all the same: if it does not run in time, that is another failure
     return _failure(pod, Cause.NODE_LOST, since, message=f"node {pod.node} is not ready ({node.ready_message})")

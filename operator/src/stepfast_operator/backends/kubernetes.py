@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from stepfast.errors import SpecError, StepfastError
@@ -45,7 +45,7 @@ from stepfast_operator.observed import (
 from stepfast_operator.podview import PodView
 from stepfast_operator.record import Attempt, CheckpointStatus, Status
 from stepfast_operator.rings import ring_of
-from stepfast_operator.turns import Turn, Turns, first_of
+from stepfast_operator.turns import LONGEST_STORAGE_SECONDS, Turn, Turns, first_of
 from stepfast_operator.workers import had_ranks, previous_nodes
 from stepfast_operator.writepace import WritePace
 
@@ -71,6 +71,7 @@ class Cluster:
     storage: StorageRules
     open_store: Callable[[str], Store]
     began_time: float
+    spare_priority_class: str = ""
     clock: Callable[[], float] = time.time
     turns: Turns = field(default_factory=Turns)
 
@@ -90,7 +91,7 @@ class KubernetesBackend:
         self._storage: JobStorage | None = None
         self.pace = WritePace()
         self._groups = PodGroups(self._kube, self._lease)
-        self._spares = Spares(self._kube, self._view, self._lease)
+        self._spares = Spares(self._kube, self._view, self._lease, cluster.spare_priority_class)
 
     def take(self, job: ClusterJob) -> None:
         """The TrainingJob as it is now."""
@@ -149,19 +150,24 @@ class KubernetesBackend:
     async def read_steps(self) -> Sequence[Committed]:
         if self._job.spec.checkpoint.secret_ref is not None:
             return self._reported_steps()
-        storage = self._job_storage()
-        try:
+        async with self._storage_in_use() as storage:
             return await storage.read_steps()
-        finally:
-            await storage.close()
 
     async def supersede_after(self, step: int) -> None:
-        self._lease.check()
-        storage = self._job_storage()
-        try:
+        async with self._storage_in_use() as storage:
+            self._lease.check()
             await storage.supersede_after(step)
-        finally:
-            await storage.close()
+
+    @asynccontextmanager
+    async def _storage_in_use(self) -> AsyncIterator[JobStorage]:
+        """For one call, which may take as long as the storage does not answer."""
+        storage = self._job_storage()
+        with self.turn.limited(LONGEST_STORAGE_SECONDS):
+            async with self._cluster.turns.storages[storage.uri]:
+                try:
+                    yield storage
+                finally:
+                    await storage.close()
 
     async def launch(self, launch: LaunchGang) -> None:
         launched = self._launched()
@@ -392,8 +398,7 @@ class KubernetesBackend:
         if self._asked_to_end.get(pod.uid, -1) != grace:
             await self._kube.delete(path, grace_seconds=grace, uid=pod.uid)
             self._asked_to_end[pod.uid] = grace
-        node = self._view.node(pod.node) if pod.node is not None else None
-        if pod.node is None or pod.deleted_time is None or (node is not None and node.not_ready_time is None):
+        if pod.node is None or pod.deleted_time is None or not self._view.is_lost(pod):
             return
         patience = self._job.spec.failure_policy.pod_deletion_grace_seconds
         if self._cluster.clock() - pod.deleted_time >= patience:
@@ -419,7 +424,7 @@ class KubernetesBackend:
 
 
 def check_storage(cluster: Cluster, job: ClusterJob) -> None:
-    """Raises SpecError when nobody says where the job is saved, and for a storage that no job may have opened for it."""
+    """Raises SpecError when nobody says where the job is saved, and for a storage that is not opened for it."""
     uri = job.spec.checkpoint.storage_uri or cluster.storage.root
     reason: str | None = "is required: this operator was installed without a storage of its own (storage.uri)"
     if uri:

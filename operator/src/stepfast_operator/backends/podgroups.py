@@ -79,7 +79,9 @@ class PodGroups:
         for members in podgroups.held_groups(pods).values():
             await self.close(members)
         if policy is not None:
-            await self.clear(owner, policy, attempt)
+            # Without the right to remove it nobody has made one, or it goes with the job, whose it is.
+            with suppress(Forbidden):
+                await self.clear(owner, policy, attempt)
         self._left = attempt
 
     async def close(self, members: Sequence[PodView]) -> None:

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from stepfast.kube import Invalid, Kube, NotFound
 from stepfast.step import JobKey
+from stepfast_operator.backends.written import Written
 from stepfast_operator.document import JSON
 from stepfast_operator.podview import NodeReport
 from stepfast_operator.turns import AGENT_REQUESTS
@@ -64,7 +65,7 @@ class Requests:
         self._kube, self._report_of, self._is_wanted = kube, report_of, is_wanted
         self._gate = asyncio.Semaphore(AGENT_REQUESTS)
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._written: dict[str, tuple[int, tuple[JSON, ...]]] = {}  # generation and list, ahead of the watch
+        self._written = Written("requests")
         self._refused: set[str] = set()  # nodes whose CheckpointNode took the last request not: said once
 
     async def ask(self, nodes: Iterable[str], request: Request) -> dict[str, int]:
@@ -95,7 +96,7 @@ class Requests:
             report = self._report_of(node)
             if report is None:
                 return None
-            generation, held = self._newest(report)
+            generation, held = self._written.newest(report, report.requests)
             if wanted in held:
                 return generation
             body = {"spec": {"requests": [*(one for one in held if self._is_kept(one, request)), wanted]}}
@@ -107,9 +108,7 @@ class Requests:
                 self._tell_refused(node, len(body["spec"]["requests"]), error)
                 return NEVER
             self._refused.discard(node)
-            generation = int(document["metadata"]["generation"])
-            self._written[node] = (generation, tuple(document["spec"]["requests"]))
-            return generation
+            return self._written.note(node, document)
 
     def _tell_refused(self, node: str, count: int, error: Invalid) -> None:
         """It is asked again with every pass that waits for it, and is not to fill the log."""
@@ -122,12 +121,6 @@ class Requests:
             "checkpointnode %s), and check that the CRDs are those of this version: %s",
             node, count, node, error,
         )  # fmt: skip
-
-    def _newest(self, report: NodeReport) -> tuple[int, tuple[JSON, ...]]:
-        written = self._written.get(report.node)
-        if written is not None and written[0] > report.generation:
-            return written
-        return report.generation, report.requests
 
     def _is_kept(self, one: JSON, request: Request) -> bool:
         """Requests of a job's earlier runs are settled once something is asked for a later one."""

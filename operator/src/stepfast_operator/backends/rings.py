@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from stepfast.kube import Kube, KubeError, NotFound
 from stepfast.step import JobKey
+from stepfast_operator.backends.written import Written
 from stepfast_operator.document import JSON
 from stepfast_operator.podview import NodeReport
 
@@ -28,7 +29,7 @@ class Rings:
     ) -> None:
         self._kube, self._report_of, self._is_wanted = kube, report_of, is_wanted
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._written: dict[str, tuple[int, tuple[JSON, ...]]] = {}  # generation and list, ahead of the watch
+        self._written = Written("gangs")
 
     async def tell(self, job: JobKey, entries: Mapping[str, JSON], others: Iterable[str]) -> None:
         """Has these nodes' agents know their entries of the job, and `others` none."""
@@ -46,7 +47,7 @@ class Rings:
             report = self._report_of(node)
             if report is None:
                 return
-            held = self._newest(report)
+            _, held = self._written.newest(report, report.gangs)
             mine = [one for one in held if _job_of(one) == job]
             if mine == ([] if entry is None else [entry]):
                 return
@@ -59,13 +60,7 @@ class Rings:
             except KubeError as error:
                 log.warning("the agent of %s is not told that it mirrors %s; tried again: %s", node, job, error)
                 return
-            self._written[node] = (int(document["metadata"]["generation"]), tuple(document["spec"]["gangs"]))
-
-    def _newest(self, report: NodeReport) -> tuple[JSON, ...]:
-        written = self._written.get(report.node)
-        if written is not None and written[0] > report.generation:
-            return written[1]
-        return report.gangs
+            self._written.note(node, document)
 
 
 def _job_of(entry: JSON) -> JobKey:

@@ -114,6 +114,7 @@ class Sight:
             ours,
             launched.nodes,
             self._view.node,
+            is_gone=self._view.is_gone,
             now=now,
             is_stopping=current.stopping_time is not None,
             wanted_conditions=exclusion.wanted_conditions(self._job.spec.failure_policy),

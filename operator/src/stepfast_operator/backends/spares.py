@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from stepfast.kube import AlreadyExists, Forbidden, InvalidObject, Kube
+from stepfast.kube import AlreadyExists, Kube, KubeError
 from stepfast_operator import manifests
 from stepfast_operator.clusterview import ClusterView
 from stepfast_operator.lease import Lease
@@ -18,22 +18,23 @@ from stepfast_operator.spec import TrainingSpec
 
 log = logging.getLogger(__name__)
 
-_REFUSED_SECONDS = 30.0  # a quota that is used up, say: nothing tells when it is not
+_REFUSED_SECONDS = 30.0  # a quota that is used up, an admission rule, say: nothing tells when it is not
 
 
 class Spares:
     """Used by one task at a time."""
 
-    def __init__(self, kube: Kube, view: ClusterView, lease: Lease) -> None:
-        self._kube, self._view, self._lease = kube, view, lease
+    def __init__(self, kube: Kube, view: ClusterView, lease: Lease, priority_class: str) -> None:
+        """`priority_class`: that the pods have; empty: what the job's template says."""
+        self._kube, self._view, self._lease, self._priority_class = kube, view, lease, priority_class
         self._refused_until = 0.0
 
     def view(self, owner: Owner) -> tuple[Spare, ...]:
         return tuple(Spare(node=pod.node, placed_time=pod.placed_time) for pod in self._pods(owner))
 
     async def set(self, owner: Owner, spec: TrainingSpec, count: int, avoided_nodes: Sequence[str]) -> None:
-        """So many of them, none on these nodes. Who has a place keeps it. One that the API server refuses is asked for
-        again later: a gang that trains does not need it.
+        """So many of them, none on these nodes. Who has a place keeps it. One that is refused, by whomever, is asked
+        for again later: a gang that trains does not need it, and is to be looked after meanwhile.
         """
         pods = sorted(self._pods(owner), key=lambda pod: pod.node is None)
         kept = [pod for pod in pods if pod.node not in avoided_nodes][:count]
@@ -47,7 +48,7 @@ class Spares:
         try:
             for number in missing:
                 await self._make(owner, spec, number, avoided_nodes)
-        except (Forbidden, InvalidObject) as error:
+        except KubeError as error:
             self._refused_until = time.monotonic() + _REFUSED_SECONDS
             log.warning("%s has no spare that waits for a place to grow into: %s", owner.job, error)
 
@@ -56,7 +57,7 @@ class Spares:
 
     async def _make(self, owner: Owner, spec: TrainingSpec, number: int, avoided_nodes: Sequence[str]) -> None:
         self._lease.check()
-        pod = manifests.spare_of(owner, spec, number, avoided_nodes)
+        pod = manifests.spare_of(owner, spec, number, avoided_nodes, priority_class=self._priority_class)
         with suppress(AlreadyExists):  # on its way out, or not told of yet
             self._view.take_pod(await self._kube.create(f"/api/v1/namespaces/{owner.job.namespace}/pods", pod))
 

@@ -85,5 +85,7 @@ def _limits_of(document: JSON) -> Limits | None:
 def _pending(pods: Sequence[JSON], seen: Sighting) -> tuple[str, ...]:
     """The pods of the current attempt that do not run yet, each with why."""
     views = [view for pod in pods if (view := pod_of(pod)) is not None and view.attempt == seen.status.attempt]
-    workers = workers_of(views, seen.status.nodes.desired, lambda _: None, now=time.time(), is_stopping=True)
+    workers = workers_of(
+        views, seen.status.nodes.desired, lambda _: None, is_gone=lambda _: False, now=time.time(), is_stopping=True
+    )
     return tuple(worker.message for worker in workers if worker.phase is WorkerPhase.PENDING)
