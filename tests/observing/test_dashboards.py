@@ -32,7 +32,7 @@ from testoperator.crds import install_crds
 from testoperator.polling import until
 from testoperator.process import operator_process
 from testoperator.running import run_to_end
-from testoperator.world import World
+from testoperator.world import STORAGE, World
 
 __all__ = ["api_server"]
 
@@ -153,6 +153,7 @@ class Story:
     ) -> None:
         self._api, self._folder, self._bench, self._node = api, folder, bench, node
         self._prometheus, self._port = prometheus, port
+        self._storage, self._blocked = folder / "storage", folder / "blocked"
         self._trainings: list[Any] = []
         self.namespace, self.moment = "", 0.0
         self.firing: list[dict[str, Any]] = []
@@ -165,7 +166,7 @@ class Story:
             await self._make_agent_that_is_not_ready(world)
             with operator_process(
                 self._folder, self._api.kubeconfig, namespace=world.namespace, watch=[world.namespace],
-                metrics_port=self._port,
+                metrics_port=self._port, storages=[*STORAGE.allowed, self._storage.as_uri(), self._blocked.as_uri()],
             ):  # fmt: skip
                 publishing = asyncio.create_task(self._publish(world))
                 try:
@@ -217,16 +218,15 @@ class Story:
 
     async def _cannot_persist(self, world: World) -> None:
         """Another one's storage is a file."""
-        blocked = self._folder / "blocked"
-        blocked.write_text("no folder")
-        job = await world.make_job("stuck", checkpoint=self._checkpoint(blocked))
+        self._blocked.write_text("no folder")
+        job = await world.make_job("stuck", checkpoint=self._checkpoint(self._blocked))
         await world.kubelets.started("stuck-1-0")
-        training = await self._train(job, 1, storage=blocked)
+        training = await self._train(job, 1, storage=self._blocked)
         await asyncio.to_thread(training.save)
         await self._reaches(world, job, lambda status: status.checkpoint.persist_error is not None)
 
     def _checkpoint(self, storage: Path | None = None) -> dict[str, Any]:
-        return {"storageUri": (storage or self._folder / "storage").as_uri(), "gracefulSuspendSeconds": 0}
+        return {"storageUri": (storage or self._storage).as_uri(), "gracefulSuspendSeconds": 0}
 
     async def _train(
         self, job: ClusterJob, attempt: int, *, resume_step: int | None = None, storage: Path | None = None
