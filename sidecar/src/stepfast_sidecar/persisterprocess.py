@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _LINE_LIMIT = 64 * 1024 * 1024
 _RESTART_SECONDS = (0.05, 0.2, 1.0, 5.0)
 _END_SECONDS = 10.0
+_TOLD_BYTES = 200  # of what is no answer
 _RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -154,9 +155,15 @@ class PersisterProcess:
             return self._process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        stream = process.stdout
-        while stream is not None and (line := await stream.readline()):
-            answer = json.loads(line)
+        """Until the process ends, or says what is no answer: nobody knows what became of its requests then, either."""
+        strange: bytes | None = None
+        while line := await _line_of(process):
+            answer = _answer_in(line)
+            if answer is None:
+                strange = line[:_TOLD_BYTES]
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                break
             self._deaths = 0
             future = self._pending.get(answer["id"])
             if future is not None and not future.done():
@@ -168,12 +175,13 @@ class PersisterProcess:
         if self._closed:
             return
         self._deaths += 1
-        log.error("the persister (pid %s) died with status %s; it is started again", process.pid, status)
+        end = f"died with status {status}" if strange is None else f"is ended: it said what is no answer, {strange!r}"
+        log.error("the persister (pid %s) %s; it is started again", process.pid, end)
         lost = [future for future in self._pending.values() if not future.done()]
         # First the state, then those who wait: they ask again, and must find what was lost as staged.
         self._on_lost()
         for future in lost:
-            future.set_exception(PersisterLost(f"the persister died with status {status}"))
+            future.set_exception(PersisterLost(f"the persister {end}"))
 
     def use_environment(self, environment: Mapping[str, str]) -> None:
         """From now on. A process that runs is ended, and started again with it; what it had in hand is lost."""
@@ -203,6 +211,27 @@ class PersisterProcess:
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(PersisterLost("the agent ends"))
+
+
+async def _line_of(process: asyncio.subprocess.Process) -> bytes:
+    """What the process says next; nothing once it has ended."""
+    if process.stdout is None:
+        return b""
+    try:
+        return await process.stdout.readline()
+    except ValueError:  # longer than any answer
+        return b"..."
+
+
+def _answer_in(line: bytes) -> Mapping[str, Any] | None:
+    """The answer that the line is; None when it is none, as the first half of one that its sender died over."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return None
+    if not line.endswith(b"\n") or not isinstance(answer, dict) or not isinstance(answer.get("id"), int):
+        return None
+    return answer if "ok" in answer else None
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
