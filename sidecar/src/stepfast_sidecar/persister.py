@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
-from stepfast.errors import ReferenceMissing, StepfastError
+from stepfast.errors import ReferenceMissing, StepfastError, StorageUnavailable
 from stepfast.histories import SaveRow
 from stepfast.layout import parse_file_entry
 from stepfast.storage import open_store
@@ -82,6 +82,8 @@ class Server:
             answer = {"id": request, "ok": True, "values": action(**values)}
         except StepfastError as error:
             answer = {"id": request, "ok": False, "kind": type(error).__name__, "reason": str(error)}
+            if isinstance(error, StorageUnavailable):
+                answer["retryAfter"] = error.retry_after_seconds
         except Exception as error:  # noqa: BLE001  # a command's outermost frame: the answer must go out
             traceback.print_exc()
             answer = {

@@ -24,6 +24,7 @@ _RESTART_SECONDS = (0.05, 0.2, 1.0, 5.0)
 _END_SECONDS = 10.0
 _TOLD_BYTES = 200  # of what is no answer
 _RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+_LONGEST_ASKED_SECONDS = 600.0  # that a storage is left alone for: what is staged is nowhere else
 
 
 class PersisterLost(AgentError):
@@ -31,11 +32,15 @@ class PersisterLost(AgentError):
 
 
 class RequestFailed(AgentError):
-    """The persister answered with an error. `kind` names a class of `stepfast.errors` (or SlotDamaged)."""
+    """The persister answered with an error. `kind` names a class of `stepfast.errors` (or SlotDamaged).
 
-    def __init__(self, kind: str, reason: str) -> None:
+    `retry_after_seconds`: how long the storage asked to be left alone.
+    """
+
+    def __init__(self, kind: str, reason: str, retry_after_seconds: float = 0.0) -> None:
         self.kind = kind
         self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
         super().__init__(reason)
 
 
@@ -47,7 +52,7 @@ class PersisterProcess:
         storage_uri: str,
         arguments: Sequence[str],
         *,
-        on_lost: Callable[[], None],
+        on_lost: Callable[[PersisterLost], None],
         environment: Mapping[str, str],
         retry_limit_seconds: float,
     ) -> None:
@@ -97,7 +102,7 @@ class PersisterProcess:
             self._pending.pop(request, None)
             self._used_time = time.monotonic()
         if not answer["ok"]:
-            raise RequestFailed(answer["kind"], answer["reason"])
+            raise RequestFailed(answer["kind"], answer["reason"], answer.get("retryAfter", 0.0))
         result: Mapping[str, Any] = answer["values"] or {}
         return result
 
@@ -115,11 +120,13 @@ class PersisterProcess:
                     raise
                 failures += 1
                 tell(self.why(error))
-                await asyncio.sleep(self.retry_seconds(failures))
+                await asyncio.sleep(self.retry_seconds(failures, error))
 
-    def retry_seconds(self, failures: int) -> float:
-        """How long to wait after so many failures in a row."""
-        return min(_RETRY_SECONDS[min(max(failures, 1), len(_RETRY_SECONDS)) - 1], self._retry_limit_seconds)
+    def retry_seconds(self, failures: int, error: PersisterLost | RequestFailed) -> float:
+        """How long to wait after so many failures in a row, of which that is the last."""
+        pause = min(_RETRY_SECONDS[min(max(failures, 1), len(_RETRY_SECONDS)) - 1], self._retry_limit_seconds)
+        asked = error.retry_after_seconds if isinstance(error, RequestFailed) else 0.0
+        return pause + min(asked, _LONGEST_ASKED_SECONDS)
 
     def why(self, error: PersisterLost | RequestFailed) -> str:
         """The failure's cause and the storage that it is of; paths in it are relative to that."""
@@ -179,7 +186,7 @@ class PersisterProcess:
         log.error("the persister (pid %s) %s; it is started again", process.pid, end)
         lost = [future for future in self._pending.values() if not future.done()]
         # First the state, then those who wait: they ask again, and must find what was lost as staged.
-        self._on_lost()
+        self._on_lost(PersisterLost(f"the persister {end}"))
         for future in lost:
             future.set_exception(PersisterLost(f"the persister {end}"))
 
