@@ -70,8 +70,7 @@ class FetchedFiles:
             if found is None:
                 return None
             if self._is_over:
-                os.close(found[0])
-                self._memory.give_back(found[1])
+                self._free(*found)
                 return None
             self._files[path] = FetchedFile(
                 descriptor=found[0], size_bytes=found[1], until=time.monotonic() + KEEP_SECONDS
@@ -102,10 +101,17 @@ class FetchedFiles:
 
     def _let_go(self, path: str) -> int:
         file = self._files.pop(path)
-        os.ftruncate(file.descriptor, 0)  # ranks may have it open still
-        os.close(file.descriptor)
-        self._memory.give_back(file.size_bytes)
+        self._free(file.descriptor, file.size_bytes)
         return file.size_bytes
+
+    def _free(self, descriptor: int, size_bytes: int) -> None:
+        def free() -> None:
+            try:
+                os.ftruncate(descriptor, 0)  # ranks may have it open still
+            finally:
+                os.close(descriptor)
+
+        self._memory.budget.free(size_bytes, free)
 
     def make(self, size_bytes: int) -> int:
         """A nameless file of that size, whose room was taken before; blocks. Raises OSError."""

@@ -66,10 +66,10 @@ class MirrorFiles:
         self._folder, self._memory = memory.folder(job) / _FOLDER, memory
         self._next = 0
 
-    def expect(self, place: Place, file_bytes: int) -> Incoming | None:
-        """Takes the room for a file of that size; None when there is none."""
+    async def expect(self, place: Place, file_bytes: int) -> Incoming | None:
+        """Takes the room for a file of that size; None when there is none. Waits for what is about to be free."""
         size = slot_bytes(file_bytes)
-        if not self._memory.take(size):
+        if not await self._memory.budget.claim(size):
             return None
         self._next += 1
         capacity = size - CONTROL_BYTES
@@ -94,8 +94,7 @@ class MirrorFiles:
 
     def give_up(self, incoming: Incoming) -> None:
         """Frees what was received, if anything was."""
-        incoming.building.unlink(missing_ok=True)
-        self._memory.give_back(incoming.slot.size_bytes)
+        self._memory.discard(incoming.building, incoming.slot.size_bytes)
 
     def remove(self, slot: SlotFile) -> None:
         """Frees a whole file."""
@@ -112,7 +111,7 @@ class MirrorFiles:
                 continue
             slot = SlotFile(path=path, index=int(match[1]), generation=0, capacity_bytes=capacity)
             self._next = max(self._next, slot.index)
-            self._memory.count(slot.size_bytes)
+            self._memory.budget.count(slot.size_bytes)
             yield place, slot, path.stat().st_mtime
 
 
