@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stepfast.errors import AgentError
 from stepfast.step import JobKey
-from stepfast_sidecar.memory import MemoryTier
+from stepfast_sidecar.memory import MemoryTier, lay_out
 
 KEEP_SECONDS = 60.0
 _SLACK_BYTES = 4 << 20  # of a file's blocks: a tmpfs of huge pages gives whole ones
@@ -114,11 +114,11 @@ class FetchedFiles:
         self._memory.budget.free(size_bytes, free)
 
     def make(self, size_bytes: int) -> int:
-        """A nameless file of that size, whose room was taken before; blocks. Raises OSError."""
+        """A nameless file of that size, whose room was taken before. Raises OSError when the memory is not there."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, size_bytes)
+            lay_out(descriptor, size_bytes)
         except OSError:
             os.close(descriptor)
             raise

@@ -16,6 +16,7 @@ What stands beside them in a job's folder for other nodes is `mirrorfiles`'.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -124,6 +125,18 @@ class LentFile:
     def open(self) -> int:
         """A descriptor to read and write by; the caller closes it. Raises OSError."""
         return os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def lay_out(descriptor: int, size_bytes: int) -> None:
+    """Gives a file its size at once, whatever that is; it gets its pages as they are written.
+
+    For what comes from elsewhere: who sends it would not wait until all pages of hundreds of GiB are made. Raises
+    OSError when the file system has not as much left now.
+    """
+    found = os.fstatvfs(descriptor)
+    if found.f_blocks and found.f_bavail * found.f_frsize < size_bytes:  # without blocks it has no limit
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(descriptor, size_bytes)
 
 
 def _has_grown(path: Path, size_bytes: int) -> bool:

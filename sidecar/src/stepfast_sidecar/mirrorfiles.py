@@ -20,7 +20,7 @@ from stepfast.ranks import RankSet
 from stepfast.slot import CONTROL_BYTES, SlotRecord, rank_record
 from stepfast.slotplan import slot_bytes
 from stepfast.step import MAX_WORLD_SIZE, JobKey
-from stepfast_sidecar.memory import MemoryTier, SlotFile
+from stepfast_sidecar.memory import MemoryTier, SlotFile, lay_out
 
 _FOLDER = "mirrors"  # of a job's: no rank has a number like that
 _FILE = re.compile(r"slot-([0-9]+)-([0-9]+)")
@@ -45,14 +45,15 @@ class Incoming:
     slot: SlotFile
 
     def make(self) -> int:
-        """Makes the file and all its pages; returns a descriptor to write to, the caller's to close.
+        """Makes the file; returns a descriptor to write to, the caller's to close.
 
-        Blocks, and touches nothing else: to be called in a thread. Raises OSError.
+        Touches nothing else: to be called in a thread. Raises OSError when there is no room for it now; there may be
+        none any more when it is written.
         """
         self.building.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self.building, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, self.slot.size_bytes)
+            lay_out(descriptor, self.slot.size_bytes)
         except OSError:
             os.close(descriptor)
             raise
