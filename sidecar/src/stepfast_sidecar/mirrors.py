@@ -148,8 +148,9 @@ class Mirrors:
         for run, effects in room.mirrors.take_over():
             room.carry_out(run, effects)
         newest = newest_run(room.runs)
-        room.mirrors.sweep(room.runs[newest] if newest is not None else None)
-        room.fetched.sweep()
+        ours = room.runs[newest] if newest is not None else None
+        room.mirrors.sweep(ours)
+        room.fetched.sweep(has_saved=ours is not None and ours.flow.memory_step() is not None)
         if room.mirrors.runs:
             self._changed(False)
 
