@@ -43,6 +43,7 @@ def _load(path: Path) -> ModuleType:
 _rankpeer: Any = _load(_RANKPEER)
 _kubelet: Any = _load(Path(__file__).with_name("kubelet.py"))
 _apiserver: Any = _load(Path(__file__).with_name("apiserver.py"))
+_ring: Any = _load(Path(__file__).with_name("ring.py"))
 
 
 @pytest.fixture(scope="session")
@@ -271,6 +272,14 @@ def new_api() -> Iterator[Callable[[str], Any]]:
     finally:
         for server in servers:
             server.close()
+
+
+@pytest.fixture
+def ring(new_agent: Callable[..., AgentProcess], tmp_path: Path, new_api: Callable[[str], Any]) -> Any:
+    """A `ring.Ring` without agents."""
+    authority = tmp_path / "authority"
+    authority.mkdir()
+    return _ring.Ring(start=new_agent, new_api=new_api, folder=tmp_path, authority=_ring.Authority(authority))
 
 
 @pytest.fixture(scope="session")

@@ -254,6 +254,71 @@ def test_full_disk_of_the_node_is_storage_full(
         ask(copies, FILE)
 
 
+OTHER = data_path(5, "uid-1", "state", 1, 2)
+
+
+def test_what_nobody_asks_for_makes_room_for_what_a_rank_does(
+    make: Callable[..., Copies], store: Store, tmpfs: Callable[[str], Path]
+) -> None:
+    data = os.urandom(2_000_000)
+    for path in (FILE, OTHER):
+        store.replace(f"job/{path}", data)
+    copies = make(spool_folder=str(tmpfs("size=3m")))
+    copies.foresee(FILE)
+    found, _ = copies.open_path(OTHER)
+    copies.foresee(FILE)  # does not take that room
+    assert Path(found).read_bytes() == data
+
+
+def test_room_that_was_made_is_not_taken_from_a_rank(
+    make: Callable[..., Copies], store: Store, tmpfs: Callable[[str], Path]
+) -> None:
+    for path in (FILE, OTHER):
+        store.replace(f"job/{path}", bytes(2_000_000))
+    copies = make(spool_folder=str(tmpfs("size=3m")))
+    copies.foresee(FILE)
+    found, _ = copies.open_path(FILE)
+    with pytest.raises(StorageFull):
+        copies.open_path(OTHER)
+    assert Path(found).stat().st_size == 2_000_000
+
+
+class HalfHeldStore(HeldStore):
+    """A storage of which all but the first chunk of a rank's file is read once `gate` opens."""
+
+    def read_range(self, path: str, offset: int, buffer: memoryview) -> None:
+        if offset:
+            super().read_range(path, offset, buffer)
+        else:
+            self._store.read_range(path, offset, buffer)
+            self.reading.release()
+
+
+def test_what_nobody_asks_for_makes_room_once_it_is_there(
+    make: Callable[..., Copies], store: Store, callers: ThreadPoolExecutor, tmpfs: Callable[[str], Path]
+) -> None:
+    store.replace(f"job/{FILE}", bytes(CHUNK_BYTES + (1 << 20)))
+    store.replace(f"job/{OTHER}", bytes(CHUNK_BYTES))
+    half_held = HalfHeldStore(store)
+    spool = tmpfs(f"size={CHUNK_BYTES + (2 << 20)}")
+    copies = make(half_held, spool_folder=str(spool))
+    foreseeing = callers.submit(copies.foresee, FILE)
+    try:
+        _eventually(lambda: _used_bytes(spool) >= CHUNK_BYTES, "half of it is there")
+        asking = callers.submit(copies.open_path, OTHER)
+        with pytest.raises(TimeoutError):
+            asking.result(0.5)
+    finally:
+        half_held.gate.set()
+    foreseeing.result(SECONDS)
+    assert asking.result(SECONDS)[1] == CHUNK_BYTES
+
+
+def _used_bytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
 def test_folder_of_copies_that_is_gone_does_not_say_that_the_object_is(
     make: Callable[..., Copies], tmp_path: Path
 ) -> None:

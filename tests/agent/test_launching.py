@@ -177,7 +177,11 @@ def test_persister_that_is_closed_while_it_starts_does_not_stay() -> None:
 
     async def close_early() -> tuple[BaseException | None, list[psutil.Process]]:
         persister = PersisterProcess(
-            "file:///nowhere", ["--folder", "a/b"], on_lost=lambda: None, environment=os.environ, retry_limit_seconds=1
+            "file:///nowhere",
+            ["--folder", "a/b"],
+            on_lost=lambda _: None,
+            environment=os.environ,
+            retry_limit_seconds=1,
         )
         asking = asyncio.create_task(persister.request("steps"))
         await asyncio.sleep(0)  # it is in the middle of it

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
 import socket
 import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from stepfast import catalog
 from stepfast.layout import data_path
@@ -26,109 +20,16 @@ from stepfast.slot import CONTROL_BYTES
 from stepfast.step import Tier
 
 JOB, RUN = "default/train", "uid1-1"
-AGENTS = "agents.stepfast.dev"
 
 
-class Authority:
-    """Signs certificates, each in a folder as a Secret of Kubernetes is mounted."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._key = folder, ec.generate_private_key(ec.SECP256R1())
-        self._certificate = self._sign("the agents' authority", self._key, None)
-
-    def issue(self, name: str = AGENTS) -> Path:
-        folder = self._folder / f"{name}-{len(list(self._folder.iterdir()))}"
-        folder.mkdir()
-        key = ec.generate_private_key(ec.SECP256R1())
-        pem = serialization.Encoding.PEM
-        (folder / "tls.crt").write_bytes(self._sign(name, key, name).public_bytes(pem))
-        (folder / "tls.key").write_bytes(
-            key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        )
-        (folder / "ca.crt").write_bytes(self._certificate.public_bytes(pem))
-        return folder
-
-    def _sign(self, subject: str, key: ec.EllipticCurvePrivateKey, dns: str | None) -> x509.Certificate:
-        now = datetime.datetime.now(datetime.UTC)
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
-            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "the agents' authority")]))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
-            .add_extension(x509.BasicConstraints(ca=dns is None, path_length=None), critical=True)
-        )
-        if dns is not None:
-            builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(dns)]), critical=False)
-        return builder.sign(self._key, hashes.SHA256())
-
-
-@dataclass(kw_only=True)
-class Ring:
-    """Agents on nodes of their own; which of them are a gang is said in their CheckpointNodes, as the operator does."""
-
-    start: Callable[..., Any]
-    new_api: Callable[[str], Any]
-    folder: Path
-    authority: Authority
-    agents: list[Any] = field(default_factory=list)
-    apis: list[Any] = field(default_factory=list)
-    ports: list[int] = field(default_factory=list)
-
-    def add(self, *options: str, credentials: Path | None = None, **settings: Any) -> Any:
-        name = f"node-{'abc'[len(self.agents)]}"
-        api = self.new_api(name)
-        kubeconfig = self.folder / f"kubeconfig-{name}"
-        kubeconfig.write_text(api.kubeconfig())
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.ports.append(free.getsockname()[1])
-        agent = self.start(
-            "--checkpoint-node", "--node", name, "--mirror-host", "127.0.0.1", "--mirror-port", str(self.ports[-1]),
-            "--mirror-credentials", str(credentials or self.authority.issue()), *options,
-            environment={"KUBECONFIG": str(kubeconfig)}, **settings,
-        )  # fmt: skip
-        self.agents.append(agent)
-        self.apis.append(api)
-        return agent
-
-    def form(self, eventually: Callable[..., None], *members: int, run: str = RUN) -> None:
-        """These agents, by their places, are a gang's nodes 0, 1, … from now on."""
-        for index, member in enumerate(members):
-            api = self.apis[member]
-            eventually(lambda api=api: api.statuses, "its CheckpointNode is there")
-            others = [members[(index + turn) % len(members)] for turn in range(1, len(members))]
-            namespace, _, name = JOB.partition("/")
-            neighbours = [f"127.0.0.1:{self.ports[other]}" for other in others]
-            api.name_gangs({"namespace": namespace, "name": name, "run": run, "node": index, "neighbours": neighbours})
-
-    def flush(self, member: int, run: str = RUN) -> None:
-        namespace, _, name = JOB.partition("/")
-        self.apis[member].request({"namespace": namespace, "name": name, "run": run, "action": "Flush"})
-
-    def status(self, member: int, run: str = RUN) -> dict[str, Any]:
-        statuses = self.apis[member].statuses
-        jobs = statuses[-1]["jobs"] if statuses else ()
-        return next((dict(job) for job in jobs if job["run"] == run), {})
-
-
-@pytest.fixture
-def ring(new_agent: Callable[..., Any], tmp_path: Path, new_api: Callable[[str], Any]) -> Ring:
-    authority = tmp_path / "authority"
-    authority.mkdir()
-    return Ring(start=new_agent, new_api=new_api, folder=tmp_path, authority=Authority(authority))
-
-
-def gang_of_two(ring: Ring, eventually: Callable[..., None]) -> list[Any]:
+def gang_of_two(ring: Any, eventually: Callable[..., None]) -> list[Any]:
     """A gang of two nodes with a rank each, which has begun."""
     agents = [ring.add(), ring.add()]
     ring.form(eventually, 0, 1)
     return [agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(agents)]
 
 
-def gang_of_two_with_a_mirror(ring: Ring, eventually: Callable[..., None]) -> list[Any]:
+def gang_of_two_with_a_mirror(ring: Any, eventually: Callable[..., None]) -> list[Any]:
     """One whose first step is committed, and node 1's held by node 0."""
     peers = gang_of_two(ring, eventually)
     for peer in peers:
@@ -142,7 +43,7 @@ def path_of(step: int, rank: int, run: str = RUN) -> str:
     return data_path(step, run, "state", rank, 2)
 
 
-def mirror_of(ring: Ring, member: int, step: int) -> bool:
+def mirror_of(ring: Any, member: int, step: int) -> bool:
     """Whether that agent says it holds the step of its only neighbour."""
     return [mirror["step"] for mirror in ring.status(member).get("mirrors", ())] == [step]
 
@@ -164,7 +65,7 @@ def committed(agent: Any) -> list[int]:
 
 
 def test_newest_step_of_each_node_is_held_by_the_next_and_no_older_one(
-    ring: Ring, ranks: Any, eventually: Callable[..., None]
+    ring: Any, ranks: Any, eventually: Callable[..., None]
 ) -> None:
     peers = gang_of_two(ring, eventually)
     for step in (1, 2, 3):
@@ -201,7 +102,7 @@ def hold_back_persisting(agent: Any) -> Any:
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["of-rank-0", "of-another-rank"])
 def test_step_that_a_lost_node_alone_had_in_memory_is_committed_by_its_mirror(
-    ring: Ring, ranks: Any, eventually: Callable[..., None], lost: int
+    ring: Any, ranks: Any, eventually: Callable[..., None], lost: int
 ) -> None:
     peers = gang_of_two(ring, eventually)
     living = 1 - lost
@@ -225,7 +126,7 @@ def test_step_that_a_lost_node_alone_had_in_memory_is_committed_by_its_mirror(
     assert store.read(f"{JOB}/{path_of(2, lost)}") == file.bytes()
 
 
-def test_node_that_lives_persists_its_own_steps(ring: Ring, eventually: Callable[..., None]) -> None:
+def test_node_that_lives_persists_its_own_steps(ring: Any, eventually: Callable[..., None]) -> None:
     peers = gang_of_two(ring, eventually)
     for peer in peers:
         peer.save(1)
@@ -243,9 +144,7 @@ def test_node_that_lives_persists_its_own_steps(ring: Ring, eventually: Callable
     assert "is persisted here" not in ring.agents[0].log
 
 
-def test_lost_nodes_ranks_restore_from_memory_elsewhere(
-    ring: Ring, ranks: Any, eventually: Callable[..., None]
-) -> None:
+def test_lost_nodes_ranks_restore_from_memory_elsewhere(ring: Any, ranks: Any, eventually: Callable[..., None]) -> None:
     peers = gang_of_two_with_a_mirror(ring, eventually)
     lose(ring.agents[1])
     peers[0].die()
@@ -262,7 +161,40 @@ def test_lost_nodes_ranks_restore_from_memory_elsewhere(
         assert read(replaced.client.fetch(path, refresh=True)) == (wanted[rank], Tier.PERSISTENT)
 
 
-def test_node_that_is_busy_for_a_moment_is_asked_again(ring: Ring, ranks: Any, eventually: Callable[..., None]) -> None:
+_SLOW_MEMORY = """
+import sys
+
+if "stepfast_sidecar" in sys.orig_argv:
+    import os, time
+    from stepfast_sidecar import neighbours
+
+    def posix_fallocate(descriptor, offset, size_bytes, really=os.posix_fallocate):
+        if size_bytes > LARGE:
+            time.sleep(3 * SILENCE)
+        really(descriptor, offset, size_bytes)
+
+    neighbours._SILENCE_SECONDS = SILENCE
+    os.posix_fallocate = posix_fallocate
+"""
+
+
+def test_memory_of_a_large_file_may_take_longer_to_be_made_than_a_connection_is_silent(
+    ring: Any, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    large, injected = 8 << 20, tmp_path / "inject"
+    injected.mkdir()
+    (injected / "sitecustomize.py").write_text(f"LARGE, SILENCE = {large}, 4.0\n{_SLOW_MEMORY}")
+    paths = os.pathsep.join(filter(None, [str(injected), os.environ.get("PYTHONPATH")]))
+    agents = [ring.add(environment={"PYTHONPATH": paths}), ring.add()]
+    ring.form(eventually, 0, 1)
+    peers = [agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(agents)]
+    peers[0].save(1)
+    peers[1].save(1, data_bytes=large)
+    peers[0].wait_committed(1)
+    eventually(lambda: mirror_of(ring, 0, 1), "the large step is held")
+
+
+def test_node_that_is_busy_for_a_moment_is_asked_again(ring: Any, ranks: Any, eventually: Callable[..., None]) -> None:
     gang_of_two_with_a_mirror(ring, eventually)
     lose(ring.agents[1])
     newcomer = ring.add()
@@ -279,9 +211,7 @@ def test_node_that_is_busy_for_a_moment_is_asked_again(ring: Ring, ranks: Any, e
         assert fetching.result(30) == (ranks.RankFile(rank=1, step=1).bytes(), Tier.MEMORY)
 
 
-def test_file_that_no_node_holds_comes_from_the_storage(
-    ring: Ring, ranks: Any, eventually: Callable[..., None]
-) -> None:
+def test_file_that_no_node_holds_comes_from_the_storage(ring: Any, ranks: Any, eventually: Callable[..., None]) -> None:
     peers = gang_of_two(ring, eventually)
     for step in (1, 2):
         for peer in peers:
@@ -307,7 +237,7 @@ def building(agent: Any) -> list[Path]:
     return [path for path in mirror_files(agent) if path.name.startswith(".")]
 
 
-def begin_large_mirror(ring: Ring, eventually: Callable[..., None]) -> tuple[Any, Any]:
+def begin_large_mirror(ring: Any, eventually: Callable[..., None]) -> tuple[Any, Any]:
     """Node 1's step of 64 MiB is on its way to node 0; returns the ranks."""
     ring.add()
     ring.add(*_SLOW)
@@ -322,7 +252,7 @@ def begin_large_mirror(ring: Ring, eventually: Callable[..., None]) -> tuple[Any
     return first, second
 
 
-def test_sender_killed_in_the_middle_leaves_nothing_behind(ring: Ring, eventually: Callable[..., None]) -> None:
+def test_sender_killed_in_the_middle_leaves_nothing_behind(ring: Any, eventually: Callable[..., None]) -> None:
     begin_large_mirror(ring, eventually)
     lose(ring.agents[1])
     eventually(lambda: not mirror_files(ring.agents[0]), "half of it is let go")
@@ -330,7 +260,7 @@ def test_sender_killed_in_the_middle_leaves_nothing_behind(ring: Ring, eventuall
 
 
 def test_receiver_killed_in_the_middle_takes_no_half_for_a_whole(
-    ring: Ring, ranks: Any, eventually: Callable[..., None]
+    ring: Any, ranks: Any, eventually: Callable[..., None]
 ) -> None:
     begin_large_mirror(ring, eventually)
     receiver = ring.agents[0]
@@ -344,7 +274,7 @@ def test_receiver_killed_in_the_middle_takes_no_half_for_a_whole(
     assert file.read_bytes()[CONTROL_BYTES:][: len(whole)] == whole
 
 
-def test_mirror_survives_its_agent(ring: Ring, ranks: Any, eventually: Callable[..., None]) -> None:
+def test_mirror_survives_its_agent(ring: Any, ranks: Any, eventually: Callable[..., None]) -> None:
     gang_of_two_with_a_mirror(ring, eventually)
     ring.agents[0].kill()
     lose(ring.agents[1])
@@ -354,7 +284,7 @@ def test_mirror_survives_its_agent(ring: Ring, ranks: Any, eventually: Callable[
 
 
 def test_run_that_saves_faster_than_the_network_carries_has_a_mirror_nevertheless(
-    ring: Ring, eventually: Callable[..., None]
+    ring: Any, eventually: Callable[..., None]
 ) -> None:
     first, second = begin_large_mirror(ring, eventually)
     step = 1
@@ -371,7 +301,7 @@ def test_run_that_saves_faster_than_the_network_carries_has_a_mirror_nevertheles
 # ---------------------------------------------------------------- bounds
 
 
-def test_mirrors_take_no_more_memory_than_they_may(ring: Ring, eventually: Callable[..., None]) -> None:
+def test_mirrors_take_no_more_memory_than_they_may(ring: Any, eventually: Callable[..., None]) -> None:
     ring.add("--mirror-memory", "50000")
     ring.add()
     ring.form(eventually, 0, 1)
@@ -384,7 +314,7 @@ def test_mirrors_take_no_more_memory_than_they_may(ring: Ring, eventually: Calla
     eventually(lambda: mirror_of(ring, 1, 1), "the other way round there is room")
 
 
-def test_slots_take_the_memory_of_mirrors(ring: Ring, eventually: Callable[..., None]) -> None:
+def test_slots_take_the_memory_of_mirrors(ring: Any, eventually: Callable[..., None]) -> None:
     ring.add(memory_limit=4 << 20)
     ring.add()
     ring.form(eventually, 0, 1)
@@ -411,11 +341,11 @@ def test_nobody_listens_unless_it_is_asked_for(new_agent: Callable[..., Any]) ->
 
 @pytest.mark.parametrize("wrong", ["authority", "name"])
 def test_agent_without_a_certificate_for_agents_is_nobody(
-    ring: Ring, eventually: Callable[..., None], tmp_path: Path, wrong: str
+    ring: Any, eventually: Callable[..., None], tmp_path: Path, wrong: str
 ) -> None:
     other = tmp_path / "other-authority"
     other.mkdir()
-    bad = Authority(other).issue() if wrong == "authority" else ring.authority.issue("web.example.com")
+    bad = type(ring.authority)(other).issue() if wrong == "authority" else ring.authority.issue("web.example.com")
     ring.add()
     ring.add(credentials=bad)
     ring.form(eventually, 0, 1)
@@ -429,7 +359,7 @@ def test_agent_without_a_certificate_for_agents_is_nobody(
         assert mirror_files(ring.agents[member]) == []
 
 
-def test_whoever_only_connects_holds_up_nobody(ring: Ring, eventually: Callable[..., None]) -> None:
+def test_whoever_only_connects_holds_up_nobody(ring: Any, eventually: Callable[..., None]) -> None:
     """A pod that reaches the port, and speaks no TLS, or has no certificate."""
     ring.add()
     strangers = [socket.create_connection(("127.0.0.1", ring.ports[0])) for _ in range(8)]
@@ -452,7 +382,7 @@ def test_whoever_only_connects_holds_up_nobody(ring: Ring, eventually: Callable[
 
 
 def test_step_of_a_gang_that_the_operator_does_not_name_is_not_taken(
-    ring: Ring, eventually: Callable[..., None]
+    ring: Any, eventually: Callable[..., None]
 ) -> None:
     ring.add()
     ring.add()
@@ -467,7 +397,7 @@ def test_step_of_a_gang_that_the_operator_does_not_name_is_not_taken(
     eventually(lambda: mirror_of(ring, 0, 1), "it is taken once it is named")
 
 
-def test_agents_that_end_leave_no_connection_and_no_half(ring: Ring, eventually: Callable[..., None]) -> None:
+def test_agents_that_end_leave_no_connection_and_no_half(ring: Any, eventually: Callable[..., None]) -> None:
     begin_large_mirror(ring, eventually)
     for agent in ring.agents:
         for peer in agent.peers:

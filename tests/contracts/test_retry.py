@@ -65,9 +65,10 @@ def test_wait_that_the_deadline_does_not_leave_is_not_begun() -> None:
     def operation(_: Attempt) -> str:
         raise asked
 
-    with pytest.raises(StorageUnavailable):
+    with pytest.raises(StorageUnavailable) as raised:
         retry(clock).run(operation)
     assert clock.sleeps == []
+    assert raised.value.retry_after_seconds == 90.0  # for whoever tries again later
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.5, 1.0], ids=["none", "half", "full"])

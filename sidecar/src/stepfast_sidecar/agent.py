@@ -113,7 +113,7 @@ class Agent:
             return
         self.metrics.observe(
             limit_bytes=self.config.memory_limit_bytes,
-            used_bytes=self.memory.used_bytes,
+            used_bytes=lambda: self.memory.budget.taken_bytes,
             mirror_bytes=lambda: self.mirror_room.used_bytes,
             lag_seconds=lambda: max((room.lag_seconds for room in list(self.rooms.values())), default=0.0),
             anatomies=lambda: {room.job: heard(room.metrics) for room in list(self.rooms.values())},

@@ -101,7 +101,7 @@ class Commits:
                 failures += 1
                 run.awaited.discard(step)
                 self._failed(run, step, error)
-                await asyncio.sleep(self._persister.retry_seconds(failures))
+                await asyncio.sleep(self._persister.retry_seconds(failures, error))
                 continue
             run.commit_failures.pop(step, None)
             if answer.get("missing"):

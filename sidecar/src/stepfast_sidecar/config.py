@@ -87,7 +87,8 @@ def parse_config(arguments: Sequence[str]) -> Config:
     )  # fmt: skip
     parser.add_argument(
         "--retry-limit", type=float, default=30.0, metavar="SECONDS",
-        help="the longest pause between two tries to persist a step while the storage fails (default: 30)",
+        help="the longest pause between two tries to persist a step while the storage fails, beside the time that it "
+        "asks to be left alone (default: 30)",
     )  # fmt: skip
     parser.add_argument(
         "--commit-patience", type=float, default=60.0, metavar="SECONDS",

@@ -1,7 +1,8 @@
 """Objects of the storage as files of this machine, which ranks read through a descriptor: they have no credentials.
 
 A rank's file is downloaded once, however many ranks ask for it, and before the first does where that was foreseen. Its
-bytes never change: its name holds its run. Records are read anew each time.
+bytes never change: its name holds its run. Records are read anew each time. What ranks ask for goes before what was
+foreseen, also where the disk has no room for both.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import os
 import tempfile
 import threading
 import time
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from stepfast.errors import StorageError, StorageUnavailable
+from stepfast.errors import StorageError, StorageFull, StorageUnavailable
 from stepfast.layout import join, parse_data_path
 from stepfast.storage.base import Store
 from stepfast.storage.download import download
@@ -35,6 +36,7 @@ class _Copying(Future[_Copy]):
     def __init__(self, *, is_foreseen: bool) -> None:
         super().__init__()
         self.is_foreseen = is_foreseen
+        self.is_asked = not is_foreseen  # for, by a rank
 
 
 class Copies:
@@ -62,6 +64,7 @@ class Copies:
         self._copies: dict[str | object, _Copying] = {}
         self._lock = threading.Lock()
         self._sweep: threading.Timer | None = None
+        self._full_time = float("-inf")  # when the disk had no room for what was asked for (monotonic)
 
     def open_path(self, path: str) -> tuple[str, int]:
         """A path that can be opened now, the object itself or for a while its copy; and its size in bytes.
@@ -82,7 +85,8 @@ class Copies:
         """Has a rank's file at hand before it is asked for. Raises ObjectNotFound, StorageError."""
         descriptor = self._store.open_file(join(self._folder, path))
         if descriptor is None:
-            self._copy(path, is_foreseen=True)
+            if time.monotonic() - self._full_time >= self._foreseen_seconds:
+                self._copy(path, is_foreseen=True)
             return
         try:
             for begin in range(0, os.fstat(descriptor).st_size, _READ_AHEAD_BYTES):
@@ -104,9 +108,10 @@ class Copies:
         with self._lock:
             known = self._copies.get(key)
             copying = known or self._copies.setdefault(key, _Copying(is_foreseen=is_foreseen))
+            copying.is_asked |= not is_foreseen
         if known is None:
             try:
-                copying.set_result(self._download(path, self._foresee_threads if is_foreseen else self._threads))
+                copying.set_result(self._make(path, is_foreseen=is_foreseen))
             except BaseException as error:
                 with self._lock:
                     del self._copies[key]
@@ -124,6 +129,28 @@ class Copies:
                 self._arm()
                 return copy
         return self._copy(path, is_foreseen=is_foreseen)  # it was let go a moment ago
+
+    def _make(self, path: str, *, is_foreseen: bool) -> _Copy:
+        if is_foreseen:
+            return self._download(path, self._foresee_threads)
+        try:
+            return self._download(path, self._threads)
+        except StorageFull:
+            self._full_time = time.monotonic()
+            if not self._let_foreseen_go():
+                raise
+            return self._download(path, self._threads)
+
+    def _let_foreseen_go(self) -> bool:
+        """Makes room: what is foreseen and nobody has asked for goes, as soon as it is there. Whether there was any."""
+        with self._lock:
+            found = {key: copying for key, copying in self._copies.items() if not copying.is_asked}
+        wait(found.values())
+        with self._lock:
+            for key, copying in found.items():
+                if self._copies.get(key) is copying and not copying.is_asked:
+                    self._copies.pop(key).result().file.close()
+        return bool(found)
 
     def _download(self, path: str, threads: Executor) -> _Copy:
         try:

@@ -1,5 +1,5 @@
 """Files of a job that came out of other nodes' memory, for ranks to read: nameless, so that nothing is left behind,
-within the memory tier, and let go a while after they were last asked for.
+within the memory tier. They stay until the job's ranks have saved something newer: some may be late, or read for long.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from stepfast.errors import AgentError
 from stepfast.step import JobKey
-from stepfast_sidecar.memory import MemoryTier
+from stepfast_sidecar.memory import MemoryTier, lay_out
 
-KEEP_SECONDS = 60.0
+_RESTORING_SECONDS = 600.0  # since a file was last asked for: as long as copies from the storage that are foreseen
+_SAVED_SECONDS = 60.0  # likewise, once the job's ranks on this node have saved something
 _SLACK_BYTES = 4 << 20  # of a file's blocks: a tmpfs of huge pages gives whole ones
 
 
@@ -24,7 +25,7 @@ class FetchedFile:
 
     descriptor: int
     size_bytes: int
-    until: float  # monotonic
+    asked_time: float  # monotonic
 
     def has_grown(self) -> bool:
         """Whether a rank with root's rights made it larger."""
@@ -43,7 +44,8 @@ class NoRoom(AgentError):
 class FetchedFiles:
     """Those of one job. A file is fetched once, however many ranks ask for it meanwhile."""
 
-    def __init__(self, job: JobKey, memory: MemoryTier) -> None:
+    def __init__(self, job: JobKey, memory: MemoryTier, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
         self._folder, self._memory = memory.folder(job), memory
         self._files: dict[str, FetchedFile] = {}
         self._fetching: dict[str, asyncio.Future[FetchedFile | None]] = {}
@@ -58,7 +60,7 @@ class FetchedFiles:
         """The file, fetched now unless it is there; None when `fetch` finds none. `fetch` has taken its room."""
         file = self._files.get(path)
         if file is not None:
-            file.until = time.monotonic() + KEEP_SECONDS
+            file.asked_time = self._monotonic()
             return file
         if path not in self._fetching:
             self._fetching[path] = asyncio.ensure_future(self._fetch(path, fetch))
@@ -70,20 +72,20 @@ class FetchedFiles:
             if found is None:
                 return None
             if self._is_over:
-                os.close(found[0])
-                self._memory.give_back(found[1])
+                self._free(*found)
                 return None
-            self._files[path] = FetchedFile(
-                descriptor=found[0], size_bytes=found[1], until=time.monotonic() + KEEP_SECONDS
-            )
+            self._files[path] = FetchedFile(descriptor=found[0], size_bytes=found[1], asked_time=self._monotonic())
             return self._files[path]
         finally:
             del self._fetching[path]
 
-    def sweep(self) -> None:
-        """Lets those go that nobody has asked for in a while, and those that take more than they were given."""
-        now = time.monotonic()
-        for path in [path for path, file in self._files.items() if file.until <= now or file.has_grown()]:
+    def sweep(self, *, has_saved: bool) -> None:
+        """Lets those go that nobody has asked for in a while, and those that take more than they were given.
+
+        `has_saved`: whether the job's ranks on this node have saved a step, so that they have restored theirs.
+        """
+        oldest = self._monotonic() - (_SAVED_SECONDS if has_saved else _RESTORING_SECONDS)
+        for path in [path for path, file in self._files.items() if file.asked_time <= oldest or file.has_grown()]:
             self._let_go(path)
 
     def release(self, wanted_bytes: int) -> int:
@@ -102,17 +104,24 @@ class FetchedFiles:
 
     def _let_go(self, path: str) -> int:
         file = self._files.pop(path)
-        os.ftruncate(file.descriptor, 0)  # ranks may have it open still
-        os.close(file.descriptor)
-        self._memory.give_back(file.size_bytes)
+        self._free(file.descriptor, file.size_bytes)
         return file.size_bytes
 
+    def _free(self, descriptor: int, size_bytes: int) -> None:
+        def free() -> None:
+            try:
+                os.ftruncate(descriptor, 0)  # ranks may have it open still
+            finally:
+                os.close(descriptor)
+
+        self._memory.budget.free(size_bytes, free)
+
     def make(self, size_bytes: int) -> int:
-        """A nameless file of that size, whose room was taken before; blocks. Raises OSError."""
+        """A nameless file of that size, whose room was taken before. Raises OSError when the memory is not there."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, size_bytes)
+            lay_out(descriptor, size_bytes)
         except OSError:
             os.close(descriptor)
             raise

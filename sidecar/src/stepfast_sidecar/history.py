@@ -47,6 +47,6 @@ class History:
                     self._rows = [*rows, *self._rows][-MAX_ROWS:]
                     failures += 1
                     log.warning("%s: checkpointHistories.csv: %s", self._job, error)
-                    await asyncio.sleep(self._persister.retry_seconds(failures))
+                    await asyncio.sleep(self._persister.retry_seconds(failures, error))
         finally:
             self._is_writing = False

@@ -83,7 +83,7 @@ class JobMirrors:
                 continue
             self._keep(place, file, page, page.record.sharers, finished_time)
 
-    def expect(self, offer: Offer, record: SlotRecord, source: str) -> Incoming | Refused:
+    async def expect(self, offer: Offer, record: SlotRecord, source: str) -> Incoming | Refused:
         """Room for a file that another node's agent offers. Whoever gets it finishes it, or gives it up."""
         try:
             ranks = RankSet.parse(offer.ranks, record.world_size)
@@ -99,15 +99,18 @@ class JobMirrors:
                 return Refused(refusal=Refusal.HELD, reason="it is held")
         for step in abandoned(self._steps(), run=offer.run, node=offer.node, step=record.step):
             self._let_go(step)
-        room = self._room
+        room, size = self._room, slot_bytes(record.file_bytes)
         reason = lacks_room(
-            slot_bytes(record.file_bytes),
-            held_bytes=room.used_bytes, limit_bytes=room.limit_bytes, free_bytes=self._memory.free_bytes,
+            size,
+            held_bytes=room.used_bytes, limit_bytes=room.limit_bytes, free_bytes=self._memory.budget.coming_bytes,
         )  # fmt: skip
-        incoming = self._made.expect(place, record.file_bytes) if reason is None else None
+        if reason is not None:
+            return Refused(refusal=Refusal.FULL, reason=reason)
+        room.used_bytes += size  # now: others of whom something is expected meanwhile have that much less
+        incoming = await self._made.expect(place, record.file_bytes)
         if incoming is None:
-            return Refused(refusal=Refusal.FULL, reason=reason or "the memory tier is full")
-        room.used_bytes += incoming.slot.size_bytes
+            room.used_bytes -= size
+            return Refused(refusal=Refusal.FULL, reason="the memory tier is full")
         return incoming
 
     def finish(self, incoming: Incoming, record: SlotRecord, sharers: str, source: str) -> None:

@@ -47,6 +47,8 @@ class Lending:
             if asked.name in room.lent.known(run) or _is_informed(room.runs[run]):
                 break
             await asyncio.sleep(_WAIT_SECONDS)
+        if asked.name not in room.lent.known(run):
+            await self._memory.budget.settle()  # what another run borrowed may be on its way back
         known = room.lent.known(run)
         lent = known.get(asked.name)
         if asked.name not in known and run == newest_run(room.runs) and len(known) < MAX_NAMES:
@@ -88,10 +90,10 @@ class Lending:
         claims = {other.job: self._claim(other) for other in self._rooms.values()}
         lent = sum(claim.lent_bytes for claim in claims.values())
         slots = sum(claim.slots_bytes for claim in claims.values())
-        unmade = max(0, slots - (self._memory.used_bytes() - lent))
+        unmade = max(0, slots - (self._memory.budget.taken_bytes - lent))
         # Files that are lent are sparse: their file system may count none of their pages yet.
         system = self._memory.system_free_bytes - unmade - lent
-        spare = min(spare_bytes(self._limit, claims.values(), claims[room.job]), self._memory.free_bytes, system)
+        spare = min(spare_bytes(self._limit, claims.values(), claims[room.job]), self._memory.budget.free_bytes, system)
         return min(whole_pages(size_bytes), lent_bytes(spare))
 
     def _claim(self, room: Room) -> JobClaim:

@@ -36,11 +36,11 @@ class JobLent:
         self.begin(run)
         self._files[name] = None
         size_bytes = lent_file_bytes(data_bytes)
-        if data_bytes and self._memory.take(size_bytes):
+        if data_bytes and self._memory.budget.take(size_bytes):
             try:
                 self._files[name] = self._memory.lend(self._job, name, data_bytes)
             except OSError:
-                self._memory.give_back(size_bytes)
+                self._memory.budget.give_back(size_bytes)
                 raise
         return self._files[name]
 

@@ -8,6 +8,7 @@ slot, so that a tenant who truncates one kills nobody else.
     <memory folder>/.volumes/<volume>.json
     <memory folder>/<namespace>/<job>/<rank>/slot-<index>-<generation>-<data bytes>
     <memory folder>/<namespace>/<job>/lent/<data bytes>-<name>
+    <memory folder>/.gone/<any name>                 let go, and not free yet
 
 What stands beside them in a job's folder for other nodes is `mirrorfiles`'.
 """
@@ -15,6 +16,7 @@ What stands beside them in a job's folder for other nodes is `mirrorfiles`'.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -22,6 +24,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +35,12 @@ from stepfast.slot import CONTROL_BYTES, ControlPage, SlotState, agent_record, r
 from stepfast.step import JobKey
 from stepfast.storage.blocks import free_blocks
 from stepfast.tensorfile import PAGE
+from stepfast_sidecar.budget import Budget
 
 log = logging.getLogger(__name__)
 
 VOLUMES = ".volumes"  # no namespace has a name like that: the notes of published volumes
+_GONE = ".gone"  # likewise
 _LENT = "lent"  # of a job's folder: no rank has a number like that
 _LOCK = "agent.lock"
 _LOCK_SECONDS = 5.0  # how long the agent before has to go
@@ -122,6 +127,18 @@ class LentFile:
         return os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
 
 
+def lay_out(descriptor: int, size_bytes: int) -> None:
+    """Gives a file its size at once, whatever that is; it gets its pages as they are written.
+
+    For what comes from elsewhere: who sends it would not wait until all pages of hundreds of GiB are made. Raises
+    OSError when the file system has not as much left now.
+    """
+    found = os.fstatvfs(descriptor)
+    if found.f_blocks and found.f_bavail * found.f_frsize < size_bytes:  # without blocks it has no limit
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(descriptor, size_bytes)
+
+
 def _has_grown(path: Path, size_bytes: int) -> bool:
     try:
         found = path.stat()
@@ -159,49 +176,37 @@ def _empty(path: Path) -> None:
         free_blocks(file.fileno(), pages * PAGE)
 
 
-def _free(lent: LentFile) -> None:
-    """Removes the mark, then the data: in that order. What ranks did to the file harms nobody but themselves."""
+def _remove(path: Path) -> None:
+    """Frees the file's memory, whoever still maps it. Raises OSError when a rank's mapping keeps some of it."""
+    try:
+        _empty(path)
+    except FileNotFoundError:
+        pass  # the whole folder was removed meanwhile
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _unmark(lent: LentFile) -> None:
+    """Removes the mark, before the data goes. What ranks did to the file harms nobody but themselves."""
     try:
         with open(lent.path, "r+b", buffering=0) as file:
             if os.fstat(file.fileno()).st_size >= lent.data_bytes + len(MARK):
                 os.pwrite(file.fileno(), bytes(len(MARK)), lent.data_bytes)
-        _cut_back(lent.path, lent.size_bytes)
-        _empty(lent.path)
     except OSError as error:
         log.warning("%s: memory that was lent stays with those who have it: %s", lent.path, error)
-    lent.path.unlink(missing_ok=True)
 
 
 class MemoryTier:
-    """The folder, and which jobs it holds."""
+    """The folder, and which jobs it holds. `budget`: how much of it is taken."""
 
     def __init__(self, root: Path, limit_bytes: int) -> None:
         """Raises AgentError when another agent has the folder."""
         self._root = root
-        self._limit = limit_bytes
-        self._taken = 0  # by slots that are there or being made
+        self.budget = Budget(limit_bytes)
+        self._gone = root / _GONE
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _lock(root)
-
-    @property
-    def free_bytes(self) -> int:
-        """What the limit leaves; negative when an earlier agent was allowed more."""
-        return self._limit - self._taken
-
-    def take(self, size_bytes: int) -> bool:
-        """Claims room for a slot before it is made; False when the limit does not allow it."""
-        if size_bytes > self.free_bytes:
-            return False
-        self._taken += size_bytes
-        return True
-
-    def count(self, size_bytes: int) -> None:
-        """Of a file that an earlier agent left: it is there, whatever the limit says now."""
-        self._taken += size_bytes
-
-    def give_back(self, size_bytes: int) -> None:
-        """Of a slot that was not made after all."""
-        self._taken -= size_bytes
+        self._gone.mkdir(mode=0o700, exist_ok=True)
 
     def create(self, job: JobKey, rank: int, index: int, generation: int, capacity_bytes: int) -> SlotFile:
         """Makes a slot and all its pages; blocks about 0.3 s a GiB. Raises OSError when memory is exhausted."""
@@ -226,11 +231,19 @@ class MemoryTier:
         return slot
 
     def remove(self, slot: SlotFile) -> None:
-        """Frees the slot's memory, whoever still maps it."""
-        with contextlib.suppress(OSError):  # its rank may have cut it short
-            _empty(slot.path)
-        slot.path.unlink(missing_ok=True)
-        self.give_back(slot.size_bytes)
+        """Frees the slot's memory, whoever still maps it: its name at once, its pages in a moment."""
+        self.discard(slot.path, slot.size_bytes)
+
+    def discard(self, path: Path, size_bytes: int) -> None:
+        """Frees a file that may be there, as `remove` does; it was counted as so many bytes."""
+        gone = self._gone / uuid.uuid4().hex
+        try:
+            os.rename(path, gone)
+        except FileNotFoundError:  # of the file or, should somebody have removed it, of the folder for such
+            path.unlink(missing_ok=True)
+            self.budget.give_back(size_bytes)
+        else:
+            self.budget.free(size_bytes, lambda: _remove(gone))
 
     def lend(self, job: JobKey, name: str, data_bytes: int) -> LentFile:
         """Makes a file for ranks to share, whose room was taken before. Raises OSError."""
@@ -250,8 +263,8 @@ class MemoryTier:
 
     def take_back(self, lent: LentFile) -> None:
         """Frees the memory, whoever still maps it: who looks for its mark afterwards sees that it is gone."""
-        _free(lent)
-        self.give_back(lent.size_bytes)
+        _unmark(lent)
+        self.discard(lent.path, lent.size_bytes)
 
     @property
     def system_free_bytes(self) -> int:
@@ -278,9 +291,12 @@ class MemoryTier:
 
         What that one lent is gone with it: a rank that lives on may borrow anew.
         """
+        for path in self._gone.iterdir():
+            self._discard_uncounted(path)
         for path in self._root.glob(f"*/*/{_LENT}/*"):
             size = path.name.partition("-")[0]
-            _free(LentFile(path=path, data_bytes=int(size) if size.isdigit() else 0))
+            _unmark(LentFile(path=path, data_bytes=int(size) if size.isdigit() else 0))
+            self._discard_uncounted(path)
         for note in sorted(self._root.glob("*/*/job.json")):
             try:
                 job = JobKey(namespace=note.parent.parent.name, name=note.parent.name)
@@ -289,6 +305,11 @@ class MemoryTier:
                 shutil.rmtree(note.parent, ignore_errors=True)
                 continue
             yield job, settings, self._slots(note.parent)
+
+    def _discard_uncounted(self, path: Path) -> None:
+        size_bytes = path.stat().st_blocks * 512
+        self.budget.count(size_bytes)
+        self.discard(path, size_bytes)
 
     def _slots(self, folder: Path) -> dict[int, list[SlotFile]]:
         slots: dict[int, list[SlotFile]] = {}
@@ -307,13 +328,9 @@ class MemoryTier:
             )
             if slot.has_grown():
                 slot.cut_back()
-            self.count(slot.size_bytes)
+            self.budget.count(slot.size_bytes)
             slots.setdefault(int(path.parent.name), []).append(slot)
         return slots
-
-    def used_bytes(self) -> int:
-        """The bytes of all slots that are there or being made."""
-        return self._taken
 
     def folder(self, job: JobKey) -> Path:
         """Of one job: all that is held of it."""

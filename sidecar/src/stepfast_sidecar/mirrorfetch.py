@@ -73,21 +73,19 @@ class MirrorFetch:
         """Raises NeighbourLost, NoRoom, OSError, ProtocolError."""
         ask, taken = Ask(job=str(room.job), path=path), 0
 
-        def take(size_bytes: int) -> None:
+        async def take(size_bytes: int) -> None:
             nonlocal taken
-            if size_bytes > self._memory.free_bytes:
-                self._reclaim(size_bytes - self._memory.free_bytes, room)
-            if not self._memory.take(size_bytes):
+            if not await self._memory.budget.claim(size_bytes, lambda lacking: self._reclaim(lacking, room)):
                 raise NoRoom(f"the memory tier has no room for {path} of {size_bytes} bytes")
             taken = size_bytes
 
         def make(size_bytes: int) -> int:
-            self._on_loop(lambda: take(size_bytes))
+            self._on_loop(take(size_bytes))
             return room.fetched.make(size_bytes)
 
         fetching = self._threads.submit(courier.fetch, address, self._credentials, self._node, ask, make)
         try:
             return await asyncio.wrap_future(fetching)
         except (NoRoom, NeighbourLost, ProtocolError, OSError):
-            self._memory.give_back(taken)
+            self._memory.budget.give_back(taken)
             raise

@@ -20,7 +20,7 @@ from stepfast.ranks import RankSet
 from stepfast.slot import CONTROL_BYTES, SlotRecord, rank_record
 from stepfast.slotplan import slot_bytes
 from stepfast.step import MAX_WORLD_SIZE, JobKey
-from stepfast_sidecar.memory import MemoryTier, SlotFile
+from stepfast_sidecar.memory import MemoryTier, SlotFile, lay_out
 
 _FOLDER = "mirrors"  # of a job's: no rank has a number like that
 _FILE = re.compile(r"slot-([0-9]+)-([0-9]+)")
@@ -45,14 +45,15 @@ class Incoming:
     slot: SlotFile
 
     def make(self) -> int:
-        """Makes the file and all its pages; returns a descriptor to write to, the caller's to close.
+        """Makes the file; returns a descriptor to write to, the caller's to close.
 
-        Blocks, and touches nothing else: to be called in a thread. Raises OSError.
+        Touches nothing else: to be called in a thread. Raises OSError when there is no room for it now; there may be
+        none any more when it is written.
         """
         self.building.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self.building, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, self.slot.size_bytes)
+            lay_out(descriptor, self.slot.size_bytes)
         except OSError:
             os.close(descriptor)
             raise
@@ -66,10 +67,10 @@ class MirrorFiles:
         self._folder, self._memory = memory.folder(job) / _FOLDER, memory
         self._next = 0
 
-    def expect(self, place: Place, file_bytes: int) -> Incoming | None:
-        """Takes the room for a file of that size; None when there is none."""
+    async def expect(self, place: Place, file_bytes: int) -> Incoming | None:
+        """Takes the room for a file of that size; None when there is none. Waits for what is about to be free."""
         size = slot_bytes(file_bytes)
-        if not self._memory.take(size):
+        if not await self._memory.budget.claim(size):
             return None
         self._next += 1
         capacity = size - CONTROL_BYTES
@@ -94,8 +95,7 @@ class MirrorFiles:
 
     def give_up(self, incoming: Incoming) -> None:
         """Frees what was received, if anything was."""
-        incoming.building.unlink(missing_ok=True)
-        self._memory.give_back(incoming.slot.size_bytes)
+        self._memory.discard(incoming.building, incoming.slot.size_bytes)
 
     def remove(self, slot: SlotFile) -> None:
         """Frees a whole file."""
@@ -112,7 +112,7 @@ class MirrorFiles:
                 continue
             slot = SlotFile(path=path, index=int(match[1]), generation=0, capacity_bytes=capacity)
             self._next = max(self._next, slot.index)
-            self._memory.count(slot.size_bytes)
+            self._memory.budget.count(slot.size_bytes)
             yield place, slot, path.stat().st_mtime
 
 

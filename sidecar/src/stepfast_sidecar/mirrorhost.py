@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
 
 from stepfast.errors import ProtocolError
 from stepfast.slot import CONTROL_BYTES, SlotRecord, read_control
@@ -24,25 +24,25 @@ T = TypeVar("T")
 class OnLoop(Protocol):
     """Has something done on the event loop, and waits for it. Raises NeighbourLost when the agent ends."""
 
-    def __call__(self, work: Callable[[], T]) -> T: ...
+    def __call__(self, work: Coroutine[Any, Any, T]) -> T: ...
 
 
 class Host(Protocol):
     """What is asked on the event loop. Implemented by `mirrors.Mirrors`."""
 
-    def hear(self, source: str) -> None:
+    async def hear(self, source: str) -> None:
         """The agent of that node lives."""
 
-    def expect(self, offer: Offer, record: SlotRecord, source: str) -> Incoming | Refused:
+    async def expect(self, offer: Offer, record: SlotRecord, source: str) -> Incoming | Refused:
         """Room for what is offered; whoever gets it finishes it, or gives it up."""
 
-    def finish(self, offer: Offer, incoming: Incoming, record: SlotRecord, source: str) -> None:
+    async def finish(self, offer: Offer, incoming: Incoming, record: SlotRecord, source: str) -> None:
         """All of it is there. Raises OSError."""
 
-    def give_up(self, incoming: Incoming) -> None:
+    async def give_up(self, incoming: Incoming) -> None:
         """It is not, and will not be."""
 
-    def open_held(self, ask: Ask) -> tuple[int, SlotRecord] | None:
+    async def open_held(self, ask: Ask) -> tuple[int, SlotRecord] | None:
         """A descriptor of the slot that holds the file, and what it says; whoever gets it closes it."""
 
 
@@ -72,7 +72,7 @@ class Guest:
         now = time.monotonic()
         if now - self._heard >= _HEAR_SECONDS:
             self._heard = now
-            self._on_loop(lambda: self._host.hear(self._wire.other))
+            self._on_loop(self._host.hear(self._wire.other))
 
     # ------------------------------------------------------------ taking in
 
@@ -80,7 +80,7 @@ class Guest:
         record = read_control(bytes(self._wire.read_bytes(CONTROL_BYTES))).record
         if record is None:
             raise ProtocolError("an offer without a control page")
-        expected = self._on_loop(lambda: self._host.expect(offer, record, self._wire.other))
+        expected = self._on_loop(self._host.expect(offer, record, self._wire.other))
         if isinstance(expected, Refused):
             self._wire.send(expected)
             return
@@ -89,7 +89,7 @@ class Guest:
             is_held = self._take_in(offer, record, expected)
         finally:
             if not is_held:
-                self._on_loop(lambda: self._host.give_up(expected))
+                self._on_loop(self._host.give_up(expected))
         if is_held:
             self._wire.send(Accepted())
 
@@ -116,13 +116,13 @@ class Guest:
         if not sent.is_whole:
             self._wire.send(Refused(refusal=Refusal.DAMAGED, reason="a newer save overtook it"))
             return False
-        self._on_loop(lambda: self._host.finish(offer, expected, record, self._wire.other))
+        self._on_loop(self._host.finish(offer, expected, record, self._wire.other))
         return True
 
     # ------------------------------------------------------------ handing out
 
     def _hand_out(self, ask: Ask) -> None:
-        held = self._on_loop(lambda: self._host.open_held(ask))
+        held = self._on_loop(self._host.open_held(ask))
         if held is None:
             self._wire.send(Absent())
             return

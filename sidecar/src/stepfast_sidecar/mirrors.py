@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stepfast.layout import parse_data_path
 from stepfast.slot import SlotRecord
@@ -148,26 +148,27 @@ class Mirrors:
         for run, effects in room.mirrors.take_over():
             room.carry_out(run, effects)
         newest = newest_run(room.runs)
-        room.mirrors.sweep(room.runs[newest] if newest is not None else None)
-        room.fetched.sweep()
+        ours = room.runs[newest] if newest is not None else None
+        room.mirrors.sweep(ours)
+        room.fetched.sweep(has_saved=ours is not None and ours.flow.memory_step() is not None)
         if room.mirrors.runs:
             self._changed(False)
 
-    def hear(self, source: str) -> None:
+    async def hear(self, source: str) -> None:
         for room in self._rooms.values():
             room.mirrors.hear(source)
 
-    def expect(self, offer: Offer, record: SlotRecord, source: str) -> Incoming | Refused:
+    async def expect(self, offer: Offer, record: SlotRecord, source: str) -> Incoming | Refused:
         job = JobKey.parse(offer.job)
         room = self._rooms.get(job)
         if room is None or not self._knows(job, offer.run):
             return Refused(refusal=Refusal.UNKNOWN, reason=f"no gang of {offer.run} is known to {self._node}")
-        expected = room.mirrors.expect(offer, record, source)
+        expected = await room.mirrors.expect(offer, record, source)
         if isinstance(expected, Incoming):
             self._coming[expected.slot.path] = room
         return expected
 
-    def finish(self, offer: Offer, incoming: Incoming, record: SlotRecord, source: str) -> None:
+    async def finish(self, offer: Offer, incoming: Incoming, record: SlotRecord, source: str) -> None:
         room = self._coming[incoming.slot.path]
         if self._rooms.get(room.job) is not room:
             raise NeighbourLost(f"{offer.job} has left {self._node}")
@@ -175,10 +176,10 @@ class Mirrors:
         del self._coming[incoming.slot.path]
         self.act(room)
 
-    def give_up(self, incoming: Incoming) -> None:
+    async def give_up(self, incoming: Incoming) -> None:
         self._coming.pop(incoming.slot.path).mirrors.give_up(incoming)
 
-    def open_held(self, ask: Ask) -> tuple[int, SlotRecord] | None:
+    async def open_held(self, ask: Ask) -> tuple[int, SlotRecord] | None:
         room = self._rooms.get(JobKey.parse(ask.job))
         if room is None or not any(gang.job == room.job for gang in self._gangs):
             return None
@@ -196,11 +197,8 @@ class Mirrors:
     def _serve(self, wire: Wire) -> None:
         Guest(self, wire, self._on_loop).serve()
 
-    def _on_loop(self, work: Callable[[], T]) -> T:
-        async def do() -> T:
-            return work()
-
-        return asyncio.run_coroutine_threadsafe(do(), self._loop).result()
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:

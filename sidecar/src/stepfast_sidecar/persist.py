@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeAlias
 
 from stepfast import catalog
 from stepfast.commit import FileUpload, StepParts, read_manifest, try_commit, write_part
@@ -26,6 +26,7 @@ from stepfast.layout import (
     named_ranks,
     parse_part,
     part_path,
+    step_folder,
 )
 from stepfast.ranks import EVERY_RANK
 from stepfast.storage.base import Store
@@ -36,7 +37,14 @@ UPLOAD_THREADS = 4
 FORESEE_THREADS = UPLOAD_THREADS  # of their own: what is asked for waits for none of them
 FILES_AT_ONCE = 2  # each has its chunks uploaded by the same threads; some stores take a file whole, from memory
 READ_THREADS = 16  # for part records, of which a large gang has thousands: each takes the storage's latency
-_STEPS_AWAITED = 8  # commits whose parts are remembered
+_STEPS_AWAITED = 8  # commits whose parts are remembered, and steps of which some files are uploaded
+
+
+SlotUse: TypeAlias = tuple[int, str, int]  # rank, the file's name, sequence number
+
+
+def _use_of(slot: SlotRef) -> SlotUse:
+    return slot.rank, slot.name, slot.seq
 
 
 def chunk_of(size_bytes: int) -> int:
@@ -69,6 +77,7 @@ class JobPersister:
         self._slots = SlotMaps()
         self._streams: dict[tuple[int, str, int, str], FileUpload] = {}
         self._parts: dict[tuple[int, str], StepParts] = {}  # the latest asked for last
+        self._uploaded: dict[tuple[int, str], dict[SlotUse, FileEntry]] = {}  # until their part is written
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------ writing
@@ -104,18 +113,40 @@ class JobPersister:
             refers=tuple(refers),
         )
         seen = write_part(self._store, self._folder, part)
-        if seen is not None:
-            with self._lock:
+        with self._lock:
+            self._uploaded.pop((step, run), None)
+            if seen is not None:
                 parts = self._parts.setdefault((step, run), StepParts(self._store, self._folder, step, run))
                 parts.note(seen)
                 self._forget_old_parts()
         return part
 
     def _upload_all(self, step: int, run: str, world_size: int, slots: Sequence[SlotRef]) -> list[FileEntry]:
-        """Several files at once: of small ones most of the time goes into waiting for the storage's answers."""
-        uploads = [self._files.submit(self._upload, step, run, world_size, slot) for slot in slots]
+        """Several files at once: of small ones most of the time goes into waiting for the storage's answers. What went
+        well in an earlier try is not uploaded again.
+        """
+        known = self._known_uploads(step, run)
+        left = [slot for slot in slots if _use_of(slot) not in known]
+        uploads = [self._files.submit(self._upload, step, run, world_size, slot) for slot in left]
         wait(uploads)  # all of them: what failed is tried again, and two uploads of one file must not meet
-        return [upload.result() for upload in uploads]
+        return [*(known[use] for use in map(_use_of, slots) if use in known), *(upload.result() for upload in uploads)]
+
+    def _known_uploads(self, step: int, run: str) -> dict[SlotUse, FileEntry]:
+        """What was uploaded of the step, and is still there: a later attempt may have swept it away."""
+        with self._lock:
+            uploaded = dict(self._uploaded.get((step, run), {}))
+        if not uploaded:
+            return {}
+        listed = self._store.list(join(self._folder, step_folder(step)))
+        there = {f"{step_folder(step)}/{entry.name}" for entry in listed}
+        return {use: file for use, file in uploaded.items() if file.path in there}
+
+    def _note_upload(self, step: int, run: str, use: SlotUse, file: FileEntry) -> None:
+        with self._lock:
+            files = self._uploaded.pop((step, run), {})
+            self._uploaded[(step, run)] = {**files, use: file}
+            while len(self._uploaded) > _STEPS_AWAITED:
+                del self._uploaded[next(iter(self._uploaded))]
 
     def _upload(self, step: int, run: str, world_size: int, slot: SlotRef) -> FileEntry:
         path = data_path(step, run, slot.name, slot.rank, world_size)
@@ -124,10 +155,12 @@ class JobPersister:
             mapped = self._slots.map(slot)
             upload.put(0, mapped.data, self._uploaders)
             mapped.check()
-            return upload.finish()
+            file = upload.finish()
         except BaseException:
             upload.abort()
             raise
+        self._note_upload(step, run, _use_of(slot), file)
+        return file
 
     def _begin(self, path: str, slot: SlotRef, chunk_bytes: int) -> FileUpload:
         """An upload of the slot's file. Where there is no room for it, what a persister that was killed left of the

@@ -17,9 +17,9 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TextIO
 
-from stepfast.errors import ReferenceMissing, StepfastError
+from stepfast.errors import ReferenceMissing, StepfastError, StorageUnavailable
 from stepfast.histories import SaveRow
 from stepfast.layout import parse_file_entry
 from stepfast.storage import open_store
@@ -33,8 +33,9 @@ _PR_SET_PDEATHSIG = 1
 class Server:
     """Runs commands in the pools they belong to, and writes one answer for each."""
 
-    def __init__(self, open_persister: Callable[[], JobPersister]) -> None:
-        self._open_persister = open_persister
+    def __init__(self, open_persister: Callable[[], JobPersister], answers: TextIO) -> None:
+        """`answers`: where they are written."""
+        self._open_persister, self._answers = open_persister, answers
         self._opened: JobPersister | None = None
         self._opening = threading.Lock()
         self._write_lock = threading.Lock()
@@ -81,6 +82,8 @@ class Server:
             answer = {"id": request, "ok": True, "values": action(**values)}
         except StepfastError as error:
             answer = {"id": request, "ok": False, "kind": type(error).__name__, "reason": str(error)}
+            if isinstance(error, StorageUnavailable):
+                answer["retryAfter"] = error.retry_after_seconds
         except Exception as error:  # noqa: BLE001  # a command's outermost frame: the answer must go out
             traceback.print_exc()
             answer = {
@@ -90,8 +93,8 @@ class Server:
                 "reason": f"{type(error).__name__}: {error}",
             }
         with self._write_lock:
-            sys.stdout.write(json.dumps(answer) + "\n")
-            sys.stdout.flush()
+            self._answers.write(json.dumps(answer) + "\n")
+            self._answers.flush()
 
     def _persist(self, *, slots: list[dict[str, Any]], streamed: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
         part = self._persister.persist(
@@ -152,6 +155,14 @@ def _give_way() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def _take_standard_output() -> TextIO:
+    """Standard output, for answers alone: what storage libraries print there goes to standard error from now on."""
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
 def main() -> None:
     """Serves until standard input ends."""
     parser = argparse.ArgumentParser(description="persists one job; started by the agent")
@@ -170,7 +181,7 @@ def main() -> None:
         store = open_store(arguments.storage_uri, deadline_seconds=arguments.storage_deadline)
         return JobPersister(store, arguments.folder, spool_folder=arguments.spool_folder)
 
-    server = Server(open_persister)
+    server = Server(open_persister, _take_standard_output())
     try:
         for line in sys.stdin:
             server.submit(json.loads(line))

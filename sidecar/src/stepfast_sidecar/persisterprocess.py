@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 _LINE_LIMIT = 64 * 1024 * 1024
 _RESTART_SECONDS = (0.05, 0.2, 1.0, 5.0)
 _END_SECONDS = 10.0
+_TOLD_BYTES = 200  # of what is no answer
 _RETRY_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+_LONGEST_ASKED_SECONDS = 600.0  # that a storage is left alone for: what is staged is nowhere else
 
 
 class PersisterLost(AgentError):
@@ -30,11 +32,15 @@ class PersisterLost(AgentError):
 
 
 class RequestFailed(AgentError):
-    """The persister answered with an error. `kind` names a class of `stepfast.errors` (or SlotDamaged)."""
+    """The persister answered with an error. `kind` names a class of `stepfast.errors` (or SlotDamaged).
 
-    def __init__(self, kind: str, reason: str) -> None:
+    `retry_after_seconds`: how long the storage asked to be left alone.
+    """
+
+    def __init__(self, kind: str, reason: str, retry_after_seconds: float = 0.0) -> None:
         self.kind = kind
         self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
         super().__init__(reason)
 
 
@@ -46,7 +52,7 @@ class PersisterProcess:
         storage_uri: str,
         arguments: Sequence[str],
         *,
-        on_lost: Callable[[], None],
+        on_lost: Callable[[PersisterLost], None],
         environment: Mapping[str, str],
         retry_limit_seconds: float,
     ) -> None:
@@ -96,7 +102,7 @@ class PersisterProcess:
             self._pending.pop(request, None)
             self._used_time = time.monotonic()
         if not answer["ok"]:
-            raise RequestFailed(answer["kind"], answer["reason"])
+            raise RequestFailed(answer["kind"], answer["reason"], answer.get("retryAfter", 0.0))
         result: Mapping[str, Any] = answer["values"] or {}
         return result
 
@@ -114,11 +120,13 @@ class PersisterProcess:
                     raise
                 failures += 1
                 tell(self.why(error))
-                await asyncio.sleep(self.retry_seconds(failures))
+                await asyncio.sleep(self.retry_seconds(failures, error))
 
-    def retry_seconds(self, failures: int) -> float:
-        """How long to wait after so many failures in a row."""
-        return min(_RETRY_SECONDS[min(max(failures, 1), len(_RETRY_SECONDS)) - 1], self._retry_limit_seconds)
+    def retry_seconds(self, failures: int, error: PersisterLost | RequestFailed) -> float:
+        """How long to wait after so many failures in a row, of which that is the last."""
+        pause = min(_RETRY_SECONDS[min(max(failures, 1), len(_RETRY_SECONDS)) - 1], self._retry_limit_seconds)
+        asked = error.retry_after_seconds if isinstance(error, RequestFailed) else 0.0
+        return pause + min(asked, _LONGEST_ASKED_SECONDS)
 
     def why(self, error: PersisterLost | RequestFailed) -> str:
         """The failure's cause and the storage that it is of; paths in it are relative to that."""
@@ -154,9 +162,15 @@ class PersisterProcess:
             return self._process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        stream = process.stdout
-        while stream is not None and (line := await stream.readline()):
-            answer = json.loads(line)
+        """Until the process ends, or says what is no answer: nobody knows what became of its requests then, either."""
+        strange: bytes | None = None
+        while line := await _line_of(process):
+            answer = _answer_in(line)
+            if answer is None:
+                strange = line[:_TOLD_BYTES]
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                break
             self._deaths = 0
             future = self._pending.get(answer["id"])
             if future is not None and not future.done():
@@ -168,12 +182,13 @@ class PersisterProcess:
         if self._closed:
             return
         self._deaths += 1
-        log.error("the persister (pid %s) died with status %s; it is started again", process.pid, status)
+        end = f"died with status {status}" if strange is None else f"is ended: it said what is no answer, {strange!r}"
+        log.error("the persister (pid %s) %s; it is started again", process.pid, end)
         lost = [future for future in self._pending.values() if not future.done()]
         # First the state, then those who wait: they ask again, and must find what was lost as staged.
-        self._on_lost()
+        self._on_lost(PersisterLost(f"the persister {end}"))
         for future in lost:
-            future.set_exception(PersisterLost(f"the persister died with status {status}"))
+            future.set_exception(PersisterLost(f"the persister {end}"))
 
     def use_environment(self, environment: Mapping[str, str]) -> None:
         """From now on. A process that runs is ended, and started again with it; what it had in hand is lost."""
@@ -203,6 +218,27 @@ class PersisterProcess:
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(PersisterLost("the agent ends"))
+
+
+async def _line_of(process: asyncio.subprocess.Process) -> bytes:
+    """What the process says next; nothing once it has ended."""
+    if process.stdout is None:
+        return b""
+    try:
+        return await process.stdout.readline()
+    except ValueError:  # longer than any answer
+        return b"..."
+
+
+def _answer_in(line: bytes) -> Mapping[str, Any] | None:
+    """The answer that the line is; None when it is none, as the first half of one that its sender died over."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return None
+    if not line.endswith(b"\n") or not isinstance(answer, dict) or not isinstance(answer.get("id"), int):
+        return None
+    return answer if "ok" in answer else None
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

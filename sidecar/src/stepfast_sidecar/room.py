@@ -317,7 +317,7 @@ class Room:
                     session.break_stream()
                     self.carry_out(run, run.flow.window_lost(holding.rank, holding.slot, record))
                     return
-                await asyncio.sleep(self.persister.retry_seconds(run.failures))
+                await asyncio.sleep(self.persister.retry_seconds(run.failures, error))
                 continue
             self._window_persisted(run, holding, record, answer["file"])
             session.stream_open.set()
@@ -342,13 +342,13 @@ class Room:
             self._give_up(run, step)
             return
         self.carry_out(run, run.flow.persist_failed(step))
-        self._tasks.start(self._retry(run), "retry")
+        self._tasks.start(self._retry(run, error), "retry")
 
-    async def _retry(self, run: Run) -> None:
-        await asyncio.sleep(self.persister.retry_seconds(run.failures))
+    async def _retry(self, run: Run, error: PersisterLost | RequestFailed) -> None:
+        await asyncio.sleep(self.persister.retry_seconds(run.failures, error))
         self.carry_out(run, run.flow.retry())
 
-    def _persister_lost(self) -> None:
+    def _persister_lost(self, error: PersisterLost) -> None:
         self._metrics.failed("PersisterLost")
         for run in self._all_runs:
             for session in run.sessions.values():
@@ -357,7 +357,7 @@ class Room:
                 run.failures += 1
                 run.persist_failure = "the persister died; it is started again"
             self.carry_out(run, run.flow.persister_lost())
-            self._tasks.start(self._retry(run), "retry")
+            self._tasks.start(self._retry(run, error), "retry")
 
     def give_up_incomplete(self, run: Run) -> None:
         """Steps of a dead run that some rank of this node never staged whole, and never will."""

@@ -111,9 +111,7 @@ class RankSlots:
                 wanted = plan.capacity_bytes + CONTROL_BYTES
                 if self.size_bytes + wanted > share_bytes:
                     break
-                if wanted > self._memory.free_bytes:
-                    reclaim(wanted - self._memory.free_bytes)
-                if not self._memory.take(wanted):
+                if not await self._memory.budget.claim(wanted, reclaim):
                     break
                 index = next(i for i in range(plan.slots) if i not in self._files)
                 try:
@@ -140,12 +138,12 @@ class RankSlots:
             making.add_done_callback(lambda made: self._discard(made, capacity_bytes))
             raise
         except OSError:
-            self._memory.give_back(capacity_bytes + CONTROL_BYTES)
+            self._memory.budget.give_back(capacity_bytes + CONTROL_BYTES)
             raise
 
     def _discard(self, made: asyncio.Future[SlotFile], capacity_bytes: int) -> None:
         if made.cancelled() or made.exception() is not None:
-            self._memory.give_back(capacity_bytes + CONTROL_BYTES)
+            self._memory.budget.give_back(capacity_bytes + CONTROL_BYTES)
         else:
             self._memory.remove(made.result())
 

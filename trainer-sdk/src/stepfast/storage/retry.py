@@ -63,6 +63,8 @@ class Retry:
                     tried = f"attempts: {number}, in {elapsed:.1f} s"
                     if before not in {"", str(error)}:
                         tried += f"; the one before: {before}"
-                    raise StorageUnavailable(f"{error} ({tried})") from error
+                    given_up = StorageUnavailable(f"{error} ({tried})")
+                    given_up.retry_after_seconds = error.retry_after_seconds
+                    raise given_up from error
                 before = str(error)
                 self.sleep(delay)
