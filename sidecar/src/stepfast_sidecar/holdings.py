@@ -4,7 +4,7 @@ job's room carries out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -36,6 +36,27 @@ class Holding:
     @property
     def step(self) -> int | None:
         return self.record.step if self.record is not None and self.held not in (Held.FREE, Held.RESERVED) else None
+
+
+@dataclass(slots=True)
+class StepState:
+    """What is known of one step of the run. `streamed`: ranks whose files went out window by window."""
+
+    streamed: dict[int, set[str]] = field(default_factory=dict)
+    files: dict[int, int] = field(default_factory=dict)
+    parted: bool = False
+    persisting: bool = False
+    committed: bool = False
+    given_up: bool = False  # by the gang, too late for this node: another may have dropped its share in time
+    tag: str = ""
+    sharers: RankSet | None = None  # the ranks of the gang that have files in it; None: all
+    is_open: bool = False  # nobody knows yet which ranks these are
+    refers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by rank, to which older steps
+
+    @property
+    def referred(self) -> set[int]:
+        """The steps that the files of this node's ranks refer to."""
+        return {older for steps in self.refers.values() for older in steps}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +100,8 @@ class DropStep:
 
 
 Effect: TypeAlias = Persist | PersistWindow | Freed | DropStep
+
+
+def ends_file(record: SlotRecord) -> bool:
+    """Whether these bytes are a file's last: its rank has no more to say of it."""
+    return record.window_begin + record.window_bytes >= record.file_bytes
