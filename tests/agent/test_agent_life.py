@@ -60,6 +60,24 @@ def test_who_asks_late_is_told_what_became_of_a_step(agent: Any) -> None:
     late.wait_committed(5)
 
 
+@pytest.mark.parametrize("end", ["close", "die"])
+def test_run_that_goes_on_is_flushed_no_more(agent: Any, ranks: Any, end: str) -> None:
+    first = agent.gang(2)
+    for rank in first:
+        rank.save(1)
+    for rank in first:
+        rank.wait_committed(1)
+        getattr(rank, end)()
+    ranks.eventually(lambda: not any(rank.alive for rank in agent.job().ranks), "the agent knows")
+    again = agent.gang(2)
+    for step, due in ((2, False), (3, True)):
+        for rank in again:
+            rank.save(step, due=due)
+    again[0].wait_committed(3)
+    assert agent.job().pending_steps == ()
+    assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [1, 3]
+
+
 def test_file_that_was_streamed_is_not_lost_with_the_persister(new_agent: Callable[..., Any], ranks: Any) -> None:
     agent = new_agent(memory_limit=40 << 20)
     first, second = agent.gang(2)

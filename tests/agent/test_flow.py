@@ -419,6 +419,13 @@ class FlowMachine(RuleBasedStateMachine):
         self._take(self.flow.flush())
         assert all(h.due for h in self.flow.holdings.values() if h.held is Held.STAGED)
 
+    @rule()
+    def end_flush(self) -> None:
+        due = {key for key, held in self.flow.holdings.items() if held.due}
+        self.flushed = False
+        self.flow.end_flush()
+        assert {key for key, held in self.flow.holdings.items() if held.due} == due
+
     @precondition(lambda self: self.parted)
     @rule()
     def commit(self) -> None:

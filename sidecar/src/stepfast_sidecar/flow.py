@@ -264,7 +264,7 @@ class RunFlow:
         return self._next()
 
     def flush(self) -> list[Effect]:
-        """Everything held is due, also what will still be staged, and nothing is given up any more."""
+        """Everything held is due, also what will still be staged, until `end_flush`; nothing is given up any more."""
         self._flushing = True
         for state in self._steps.values():
             state.given_up = False
@@ -272,6 +272,10 @@ class RunFlow:
             if holding.held is Held.STAGED:
                 self.holdings[key] = replace(holding, due=True)
         return self._next()
+
+    def end_flush(self) -> None:
+        """Training goes on: what was due stays so, and what is staged from now on is due as its ranks say."""
+        self._flushing = False
 
     # ------------------------------------------------------------ what stands
 

@@ -91,6 +91,7 @@ async def serve_rank(
         session.file_bytes = known.file_bytes
     run.sessions[hello.rank] = session
     run.flow.ranks.add(hello.rank)
+    agent.end_flush(room.job, run)
     await _RankServer(agent, room, run, session).serve(messages)
 
 
