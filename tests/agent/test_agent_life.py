@@ -78,6 +78,38 @@ def test_run_that_goes_on_is_flushed_no_more(agent: Any, ranks: Any, end: str) -
     assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [1, 3]
 
 
+@pytest.mark.parametrize("data_bytes", [100_000, 30 << 20], ids=["whole", "in windows"])
+def test_step_that_is_saved_again_once_it_is_committed_is_waited_for_by_nobody(
+    new_agent: Callable[..., Any], ranks: Any, data_bytes: int
+) -> None:
+    agent = new_agent(memory_limit=20 << 20)
+    rank = agent.join()
+    rank.save(7, data_bytes=data_bytes)
+    rank.wait_committed(7)
+    rank.close()
+    (path,) = (agent.storage / JOB / "global_step7").glob("*.safetensors")
+    stored = path.stat()
+    again = agent.join()
+    again.save(7, data_bytes=data_bytes)
+    again.wait_committed(7)
+    assert agent.job().pending_steps == ()
+    assert path.stat().st_ino == stored.st_ino, "a file that a manifest names is not written again"
+    agent.kill()
+    agent.start()
+    ranks.eventually(lambda: not any(job.pending_steps for job in agent.status().jobs), "nothing is waited for")
+
+
+def test_rank_with_one_slot_saves_on_after_it_saved_a_committed_step_again(new_agent: Callable[..., Any]) -> None:
+    agent = new_agent(memory_limit=12 << 20)
+    rank = agent.join()
+    for _ in range(2):
+        rank.save(7, data_bytes=9 << 20)
+        rank.wait_committed(7)
+    assert len(agent.slot_files()) == 1
+    rank.save(8, data_bytes=9 << 20)
+    rank.wait_committed(8)
+
+
 def test_file_that_was_streamed_is_not_lost_with_the_persister(new_agent: Callable[..., Any], ranks: Any) -> None:
     agent = new_agent(memory_limit=40 << 20)
     first, second = agent.gang(2)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
+from stepfast.ranks import RankSet
 from stepfast.slot import SlotRecord
 from stepfast_sidecar.holdings import (
     DropStep,
@@ -24,6 +24,7 @@ from stepfast_sidecar.holdings import (
     Holding,
     Persist,
     PersistWindow,
+    StagedTwice,
     StepState,
     ends_file,
 )
@@ -139,8 +140,12 @@ class RunFlow:
             record=record,
             due=record.due or self._flushing or record.step in self._wanted,
         )
-        self.holdings[(rank, slot)] = holding
         self._copying.get(rank, set()).discard(slot)
+        if self._has(record):
+            self.holdings[(rank, slot)] = replace(holding, held=Held.FREE, record=None, due=False)
+            effects = self._make_due(record.step) if holding.due else self._next()
+            return [StagedTwice(holding=holding), Freed(rank=rank), *effects]
+        self.holdings[(rank, slot)] = holding
         if self._missing.get(record.step):
             return self._free(record.step)
         self._note(record)
@@ -344,21 +349,28 @@ class RunFlow:
         self.holdings[(holding.rank, holding.slot)] = holding
         self.ranks.add(holding.rank)
         if holding.record is not None and holding.held is not Held.FREE:
-            step = self._note(holding.record)
-            step.parted = step.parted or parted
+            state = self._note(holding.record)
+            state.parted = state.parted or parted
+            if state.parted:
+                # Noted in one slot, so it is so for all: the agent ended before it had noted it in the others.
+                self._mark(holding.record.step, Held.PERSISTED)
 
     # ------------------------------------------------------------ inside
 
     def _note(self, record: SlotRecord) -> StepState:
-        """What a slot says of its step."""
-        step = self._steps.setdefault(record.step, StepState())
-        step.files[record.rank], step.tag = record.files, record.tag
-        step.refers[record.rank] = record.refers
-        if step.sharers is None:
-            step.is_open = record.sharers == UNKNOWN
-            if record.sharers not in (EVERY_RANK, UNKNOWN):
-                step.sharers = RankSet.parse(record.sharers, record.world_size)
-        return step
+        state = self._steps.setdefault(record.step, StepState())
+        state.note(record)
+        return state
+
+    def _has(self, record: SlotRecord) -> bool:
+        """Whether the rank's file is held here, whole, or stored."""
+        state = self._steps.get(record.step)
+        if state is None:
+            return False
+        if state.parted or record.name in state.streamed.get(record.rank, ()):
+            return True
+        held = [h.record for h in self._of_step(record.step) if h.rank == record.rank]
+        return any(other is not None and other.name == record.name for other in held)
 
     def _step(self, holding: Holding) -> int | None:
         """The step of this run of which the slot holds a whole file: no window, nor what an earlier run left in it."""

@@ -1,5 +1,5 @@
-"""What the slots of this node's ranks hold, and what is to be done about it: values, no behaviour. `flow` decides, the
-job's room carries out.
+"""What the slots of this node's ranks hold, what is known of their steps, and what is to be done about it: values that
+decide nothing. `flow` decides, the job's room carries out.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-from stepfast.ranks import RankSet
+from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
 from stepfast.slot import SlotRecord
 
 
@@ -52,6 +52,15 @@ class StepState:
     sharers: RankSet | None = None  # the ranks of the gang that have files in it; None: all
     is_open: bool = False  # nobody knows yet which ranks these are
     refers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by rank, to which older steps
+
+    def note(self, record: SlotRecord) -> None:
+        """Takes in what a slot says of the step."""
+        self.files[record.rank], self.tag = record.files, record.tag
+        self.refers[record.rank] = record.refers
+        if self.sharers is None:
+            self.is_open = record.sharers == UNKNOWN
+            if record.sharers not in (EVERY_RANK, UNKNOWN):
+                self.sharers = RankSet.parse(record.sharers, record.world_size)
 
     @property
     def referred(self) -> set[int]:
@@ -99,7 +108,17 @@ class DropStep:
     holdings: tuple[Holding, ...] = ()  # that were given up with it
 
 
-Effect: TypeAlias = Persist | PersistWindow | Freed | DropStep
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedTwice:
+    """The rank staged a file that it holds already, or that is stored: what came first stands, and this slot is free.
+
+    Other bytes under the name of a file that a part names would be taken for damage.
+    """
+
+    holding: Holding
+
+
+Effect: TypeAlias = Persist | PersistWindow | Freed | DropStep | StagedTwice
 
 
 def ends_file(record: SlotRecord) -> bool:

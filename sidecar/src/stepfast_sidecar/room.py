@@ -24,7 +24,7 @@ from stepfast_sidecar.fetched import FetchedFiles
 from stepfast_sidecar.flow import RunFlow
 from stepfast_sidecar.flushes import Flushes
 from stepfast_sidecar.history import History
-from stepfast_sidecar.holdings import DropStep, Effect, Freed, Holding, Persist, PersistWindow
+from stepfast_sidecar.holdings import DropStep, Effect, Freed, Holding, Persist, PersistWindow, StagedTwice
 from stepfast_sidecar.jobmirrors import JobMirrors, MirrorRoom
 from stepfast_sidecar.jobslots import JobSlots
 from stepfast_sidecar.lent import JobLent
@@ -225,6 +225,8 @@ class Room:
                     self.wake()
                 case DropStep():
                     self._dropped(run, effect)
+                case StagedTwice():
+                    self._files(run).note(effect.holding, SlotState.DROPPED)
                 case _:
                     assert_never(effect)
         self._changed(False)
