@@ -60,6 +60,22 @@ def test_who_asks_late_is_told_what_became_of_a_step(agent: Any) -> None:
     late.wait_committed(5)
 
 
+def test_every_launch_that_has_something_left_to_persist_is_told_of(agent: Any, ranks: Any) -> None:
+    agent.storage.write_text("a file where the folder belongs")
+    rank = agent.join(run="uid1-0")
+    rank.save(50)
+    ranks.eventually(rank.failures, "persisting fails")
+    rank.die()
+    for launch in (1, 2, 3):
+        agent.join(run=f"uid1-0.{launch}").die()
+    runs = [job.run for job in agent.status().jobs]
+    assert runs == ["uid1-0", "uid1-0.2", "uid1-0.3"]
+    assert agent.job("uid1-0").pending_steps == (50,)
+    agent.storage.unlink()
+    ranks.eventually(lambda: [job.run for job in agent.status().jobs] == runs[1:], "nothing of it is left", 90)
+    assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [50]
+
+
 @pytest.mark.parametrize("end", ["close", "die"])
 def test_run_that_goes_on_is_flushed_no_more(agent: Any, ranks: Any, end: str) -> None:
     first = agent.gang(2)

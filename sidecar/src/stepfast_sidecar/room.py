@@ -382,8 +382,13 @@ class Room:
     # ------------------------------------------------------------ telling
 
     def status(self) -> list[JobStatus]:
-        """The newest runs, for the node's status."""
-        return [self.mirrors.with_mirrors(run.status(self.job)) for run in list(self.runs.values())[-2:]]
+        """The newest two runs, and whichever has something left to persist or to commit, the newest last. Of those that
+        are only mirrored here, too.
+        """
+        others = {run.flow.run: run.world_size for run in self.mirrors.runs if run.flow.run not in self.runs}
+        mirrored = [Run(flow=RunFlow(name, 0), world_size=size) for name, size in others.items()]
+        told = [self.mirrors.with_mirrors(run.status(self.job)) for run in (*mirrored, *self.runs.values())]
+        return [*(status for status in told[:-2] if status.pending_steps), *told[-2:]]
 
     @property
     def memory_bytes(self) -> int:
