@@ -60,6 +60,72 @@ def test_who_asks_late_is_told_what_became_of_a_step(agent: Any) -> None:
     late.wait_committed(5)
 
 
+def test_every_launch_that_has_something_left_to_persist_is_told_of(agent: Any, ranks: Any) -> None:
+    agent.storage.write_text("a file where the folder belongs")
+    rank = agent.join(run="uid1-0")
+    rank.save(50)
+    ranks.eventually(rank.failures, "persisting fails")
+    rank.die()
+    for launch in (1, 2, 3):
+        agent.join(run=f"uid1-0.{launch}").die()
+    runs = [job.run for job in agent.status().jobs]
+    assert runs == ["uid1-0", "uid1-0.2", "uid1-0.3"]
+    assert agent.job("uid1-0").pending_steps == (50,)
+    agent.storage.unlink()
+    ranks.eventually(lambda: [job.run for job in agent.status().jobs] == runs[1:], "nothing of it is left", 90)
+    assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [50]
+
+
+@pytest.mark.parametrize("end", ["close", "die"])
+def test_run_that_goes_on_is_flushed_no_more(agent: Any, ranks: Any, end: str) -> None:
+    first = agent.gang(2)
+    for rank in first:
+        rank.save(1)
+    for rank in first:
+        rank.wait_committed(1)
+        getattr(rank, end)()
+    ranks.eventually(lambda: not any(rank.alive for rank in agent.job().ranks), "the agent knows")
+    again = agent.gang(2)
+    for step, due in ((2, False), (3, True)):
+        for rank in again:
+            rank.save(step, due=due)
+    again[0].wait_committed(3)
+    assert agent.job().pending_steps == ()
+    assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [1, 3]
+
+
+@pytest.mark.parametrize("data_bytes", [100_000, 30 << 20], ids=["whole", "in windows"])
+def test_step_that_is_saved_again_once_it_is_committed_is_waited_for_by_nobody(
+    new_agent: Callable[..., Any], ranks: Any, data_bytes: int
+) -> None:
+    agent = new_agent(memory_limit=20 << 20)
+    rank = agent.join()
+    rank.save(7, data_bytes=data_bytes)
+    rank.wait_committed(7)
+    rank.close()
+    (path,) = (agent.storage / JOB / "global_step7").glob("*.safetensors")
+    stored = path.stat()
+    again = agent.join()
+    again.save(7, data_bytes=data_bytes)
+    again.wait_committed(7)
+    assert agent.job().pending_steps == ()
+    assert path.stat().st_ino == stored.st_ino, "a file that a manifest names is not written again"
+    agent.kill()
+    agent.start()
+    ranks.eventually(lambda: not any(job.pending_steps for job in agent.status().jobs), "nothing is waited for")
+
+
+def test_rank_with_one_slot_saves_on_after_it_saved_a_committed_step_again(new_agent: Callable[..., Any]) -> None:
+    agent = new_agent(memory_limit=12 << 20)
+    rank = agent.join()
+    for _ in range(2):
+        rank.save(7, data_bytes=9 << 20)
+        rank.wait_committed(7)
+    assert len(agent.slot_files()) == 1
+    rank.save(8, data_bytes=9 << 20)
+    rank.wait_committed(8)
+
+
 def test_file_that_was_streamed_is_not_lost_with_the_persister(new_agent: Callable[..., Any], ranks: Any) -> None:
     agent = new_agent(memory_limit=40 << 20)
     first, second = agent.gang(2)

@@ -221,6 +221,29 @@ def test_object_that_somebody_deleted_is_made_again(reporting_agent: Callable[..
     rank.wait_committed(1)
 
 
+def test_flush_that_is_asked_for_stands_whoever_joins_until_it_is_asked_for_no_more(
+    reporting_agent: Callable[..., Any], api: Any, ranks: Any
+) -> None:
+    agent = reporting_agent()
+    rank = agent.join()
+
+    def heard(generation: int) -> None:
+        ranks.eventually(lambda: newest(api)["observedGeneration"] == generation, "the request is seen")
+
+    ranks.eventually(lambda: job_of(newest(api)), "the rank is told")
+    heard(api.request(FLUSH))
+    rank.die()
+    ranks.eventually(lambda: not agent.job().ranks[0].alive, "the agent knows")
+    again = agent.join()
+    again.save(1, due=False)
+    again.wait_committed(1)
+    heard(api.request())
+    again.save(2, due=False)
+    again.save(3)
+    again.wait_committed(3)
+    assert again.committed() == [1, 3]
+
+
 def test_status_of_an_agent_that_ends_tells_what_it_flushed(
     reporting_agent: Callable[..., Any], api: Any, ranks: Any
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from stepfast.slot import SlotRecord, SlotState
 from stepfast_sidecar.flow import RunFlow
-from stepfast_sidecar.holdings import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow
+from stepfast_sidecar.holdings import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow, StagedTwice
 
 RUN = "uid-1"
 
@@ -124,6 +124,50 @@ def test_decision_to_drop_what_is_persisted_already_comes_too_late() -> None:
     stage(flow, 0, 2)
     assert drops(flow.reserve(0, (1,))[1]) == []
     assert persists(flow.persisted(1)) == [2]
+
+
+@pytest.mark.parametrize("until", ["staged", "persisting", "persisted", "committed"])
+def test_step_that_a_rank_stages_again_is_not_taken_again(until: str) -> None:
+    flow = flow_of(1)
+    stage(flow, 0, 7, due=until != "staged")
+    if until in ("persisted", "committed"):
+        flow.persisted(7)
+    if until == "committed":
+        flow.committed(7)
+    effects = stage(flow, 0, 7)
+
+    assert persists(effects) == ([7] if until == "staged" else []), "it is due as it is said last"
+    assert [effect.holding.slot for effect in effects if isinstance(effect, StagedTwice)] == [1]
+    assert Freed(rank=0) in effects
+    assert [holding.slot for holding in flow.held(7)] == [0], "what was staged first stands"
+    assert flow.reusable_slots(0) == ([1, 2] if until in ("staged", "persisting") else [0, 1, 2])
+    if until in ("staged", "persisting"):
+        flow.persisted(7)
+    flow.committed(7)
+    assert flow.pending_steps() == []
+
+
+def test_window_of_a_step_whose_part_is_written_is_not_stored_again() -> None:
+    flow = flow_of(1)
+    stage(flow, 0, 7)
+    flow.persisted(7)
+    reserved, _ = flow.reserve(0, ())
+    assert reserved is not None
+    window = record(0, 7, reserved.seq, window_bytes=60)
+    assert [type(effect) for effect in flow.staged(0, reserved.slot, window)] == [StagedTwice, Freed]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_step_of_which_an_earlier_agent_noted_one_rank_alone_as_persisted_is_persisted(first: int) -> None:
+    flow = RunFlow(RUN, 2)
+    for rank in (first, 1 - first):
+        held = Held.PERSISTED if rank == 0 else Held.STAGED
+        flow.adopt(Holding(rank=rank, slot=0, held=held, seq=1, record=record(rank, 7, 1), due=True), parted=rank == 0)
+    flow.committed(7)
+
+    assert flow.pending_steps() == []
+    assert [flow.reusable_slots(rank) for rank in (0, 1)] == [[0], [0]]
+    assert flow.memory_step() == 7
 
 
 @pytest.mark.parametrize("late", ["persisting", "persisted", "overwritten"])
@@ -382,6 +426,18 @@ class FlowMachine(RuleBasedStateMachine):
         is_due = self.due.setdefault(step, due)
         self._take(self.flow.staged(rank, reserved.slot, record(rank, step, reserved.seq, due=is_due)))
 
+    @rule(rank=st.integers(0, 1), due=st.booleans())
+    def save_again(self, rank: int, due: bool) -> None:
+        step = self.next_step[rank] - 1
+        reserved = self.flow.reserve(rank, ())[0] if step > 0 and step not in self.dropped else None
+        if reserved is None:
+            return
+        before = [h for h in self.flow.slots_of(rank) if h.step == step and h.held is not Held.STAGED]
+        self._take(self.flow.staged(rank, reserved.slot, record(rank, step, reserved.seq, due=due)))
+        held = [h for h in self.flow.slots_of(rank) if h.step == step]
+        assert len(held) <= 1
+        assert held == before or not before
+
     @precondition(lambda self: self.persisting)
     @rule(fails=st.booleans())
     def persist_ends(self, fails: bool) -> None:
@@ -418,6 +474,13 @@ class FlowMachine(RuleBasedStateMachine):
         self.flushed = True
         self._take(self.flow.flush())
         assert all(h.due for h in self.flow.holdings.values() if h.held is Held.STAGED)
+
+    @rule()
+    def end_flush(self) -> None:
+        due = {key for key, held in self.flow.holdings.items() if held.due}
+        self.flushed = False
+        self.flow.end_flush()
+        assert {key for key, held in self.flow.holdings.items() if held.due} == due
 
     @precondition(lambda self: self.parted)
     @rule()

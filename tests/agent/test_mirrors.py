@@ -126,6 +126,33 @@ def test_step_that_a_lost_node_alone_had_in_memory_is_committed_by_its_mirror(
     assert store.read(f"{JOB}/{path_of(2, lost)}") == file.bytes()
 
 
+def test_mirrors_are_told_of_when_nothing_else_of_their_run_is_left(ring: Any, eventually: Callable[..., None]) -> None:
+    peers = gang_of_two_with_a_mirror(ring, eventually)
+    hold_back_persisting(ring.agents[1])
+    for peer in peers:
+        peer.save(2)
+    eventually(lambda: mirror_of(ring, 0, 2), "the step is held by the other node")
+    lose(ring.agents[1])
+    peers[0].die()
+    eventually(lambda: ring.status(0)["pendingBytes"] == 0, "its own part is written")
+    again = ring.agents[0]
+    again.kill()
+    for file in again.slot_files():
+        file.unlink()
+    again.start()
+    for launch in (1, 2):
+        again.join(rank=0, world_size=2, node=0, run=f"{RUN}.{launch}").die()
+    eventually(lambda: JOB in again.persisters(), "the job's persister is there")
+    persister = hold_back_persisting(again)
+    ring.flush(0)
+    eventually(
+        lambda: [job.pending_steps for job in again.status().jobs if job.run == RUN] == [(2,)],
+        "the operator is told to wait",
+    )
+    persister.resume()
+    eventually(lambda: committed(again) == [1, 2], "the step is committed")
+
+
 def test_node_that_lives_persists_its_own_steps(ring: Any, eventually: Callable[..., None]) -> None:
     peers = gang_of_two(ring, eventually)
     for peer in peers:

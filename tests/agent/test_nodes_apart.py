@@ -96,6 +96,21 @@ def test_step_counts_as_committed_for_the_run_alone_whose_manifest_it_has(agent:
     assert {row["run"]: row["outcome"] for row in rows} == {"uid1-1": "Dropped", "uid1-2": "Committed"}
 
 
+def test_step_whose_parts_contradict_each_other_is_told_and_given_up(new_agent: Callable[..., Any], ranks: Any) -> None:
+    agents = [new_agent("--commit-patience", "2", "--retry-limit", "0.2", "--idle-timeout", "0.3") for _ in range(2)]
+    peers = [agent.join(rank=node, world_size=2, node=node) for node, agent in enumerate(agents)]
+    for peer, replicated in zip(peers, ("one", "other"), strict=True):
+        peer.save(5, replicated=replicated)
+    ranks.eventually(lambda: "replicated state differently" in (agents[0].job().persist_error or ""), "it is told")
+    peers[0].wait_dropped(5)
+    assert "replicated state differently" in peers[0].failures()[0]
+    assert (agents[0].job().pending_steps, agents[0].job().persist_error) == ((), None)
+    for peer in peers:
+        peer.die()
+    for agent in agents:
+        ranks.eventually(lambda agent=agent: not agent.persisters(), "the job leaves the node")
+
+
 def test_step_that_one_node_persisted_and_another_dropped_as_decided_is_pending_no_more(
     new_agent: Callable[..., Any], ranks: Any
 ) -> None:

@@ -130,6 +130,23 @@ def test_notice_that_is_withdrawn_is_told_no_more(
     eventually(lambda: warned_agent.status().notice is None, "the status tells of it no more")
 
 
+def test_node_that_stays_after_all_persists_what_is_due_alone(
+    warned_agent: Any, service: MetadataService, eventually: Callable[..., None]
+) -> None:
+    rank = warned_agent.join()
+    rank.save(1, due=False)
+    event = service.announce("Redeploy", "machine-1")
+    eventually(lambda: persisted(warned_agent) == 1, "it is flushed")
+    rank.save(2, due=False)
+    eventually(lambda: persisted(warned_agent) == 2, "so is what is staged while the notice stands")
+    service.withdraw(event)
+    eventually(lambda: warned_agent.status().notice is None, "the notice is withdrawn")
+    rank.save(3, due=False)
+    rank.save(4)
+    rank.wait_committed(4)
+    assert rank.committed() == [1, 2, 4]
+
+
 def test_service_that_fails_for_a_while_is_asked_again_and_said_once(
     warned_agent: Any, service: MetadataService, eventually: Callable[..., None]
 ) -> None:

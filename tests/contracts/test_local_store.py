@@ -227,6 +227,40 @@ def test_failed_fsync_of_an_upload_is_never_repeated(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("has_target", [False, True], ids=["no such object", "another writer's object"])
+def test_upload_whose_temporary_file_somebody_removed_is_lost(tmp_path: Path, has_target: bool) -> None:
+    store = LocalStore(tmp_path)
+    if has_target:
+        store.create("x", b"other")
+    upload = begin(store, "x", 10)
+    upload.put(0, pages(10))
+    ((temporary, _),) = store.list_temporary("")
+    store.delete(temporary)
+
+    with pytest.raises(UploadLost, match="removed"):
+        upload.finish()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == ([b"other"] if has_target else [])
+
+
+def test_upload_that_has_its_name_is_not_lost_when_its_folder_is_synced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = begin(LocalStore(tmp_path), "x", 10)
+    upload.put(0, pages(10))
+    fsync, calls = os.fsync, []
+
+    def failing(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 2:  # the folder's, after the object has its name
+            raise OSError(errno.EIO, "injected")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    upload.finish()
+    assert len(calls) == 3
+    assert (tmp_path / "x").read_bytes() == bytes(pages(10))
+
+
 def test_errors_that_last_are_unavailable_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(descriptor: int) -> None:
         raise OSError(errno.EIO, "injected")

@@ -236,6 +236,7 @@ class Agent:
         """
         is_new = notice is not None and (self._notice is None or notice.event != self._notice.event)
         self._notice = notice
+        self._end_flushes()
         self.changed(True)
         if notice is None:
             log.warning("the node is not to be taken away any more")
@@ -271,6 +272,7 @@ class Agent:
     def carry_out(self, requests: tuple[NodeRequest, ...]) -> None:
         """What the operator asks for, from now on: whoever joins later hears of it, too."""
         self._requests = requests
+        self._end_flushes()
         for request in requests:
             match request.action:
                 case Action.FLUSH:
@@ -291,8 +293,24 @@ class Agent:
 
     def is_save_requested(self, job: JobKey, run: str) -> bool:
         """Whether the operator waits for the run's last save."""
-        saves = [request for request in self._requests if request.action is Action.SAVE and request.job == job]
-        return any(launch_of(run, request.run) is not None for request in saves)
+        return self._is_asked(Action.SAVE, job, run)
+
+    def _is_asked(self, action: Action, job: JobKey, run: str) -> bool:
+        asked = [request for request in self._requests if request.action is action and request.job == job]
+        return any(launch_of(run, request.run) is not None for request in asked)
+
+    def end_flush(self, job: JobKey, run: Run) -> None:
+        """Ends the run's flush if it trains on: its ranks were thought gone, or the node to be taken away. While the
+        operator or the cloud's notice asks for the flush, it stands.
+        """
+        is_asked = self._notice is not None or self._ending.is_set() or self._is_asked(Action.FLUSH, job, run.flow.run)
+        if run.is_training and not is_asked:
+            run.flow.end_flush()
+
+    def _end_flushes(self) -> None:
+        for job, room in self.rooms.items():
+            for run in room.runs.values():
+                self.end_flush(job, run)
 
     def _launches(self, job: JobKey, run: str) -> list[Run]:
         """The run, with what torchrun has launched again of it within its pods."""

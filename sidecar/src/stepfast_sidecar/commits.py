@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _POLL_SECONDS = (0.05, 2.0)  # the first and the longest pause while other nodes' parts are waited for
 _GRACE_SECONDS = 5.0  # how long agents other than rank 0's leave the manifest to it, while training goes on
 _LONGEST_TURN_SECONDS = 600.0
+_LASTING = "RecordInvalid"  # parts that contradict each other, a manifest that is damaged: other failures may pass
 _ASKING_NODES_A_SECOND = 1000  # how many agents of a gang may ask for one manifest in a second
 
 
@@ -101,6 +102,11 @@ class Commits:
                 failures += 1
                 run.awaited.discard(step)
                 self._failed(run, step, error)
+                if is_late and isinstance(error, RequestFailed) and error.kind == _LASTING:
+                    log.error("%s: step %s is given up: what its records say does not change", self._job, step)
+                    run.commit_failures.pop(step)
+                    self._give_up(run, step)
+                    return
                 await asyncio.sleep(self._persister.retry_seconds(failures, error))
                 continue
             run.commit_failures.pop(step, None)

@@ -12,34 +12,24 @@ Events are methods; each returns the effects to carry out. Invariants owned here
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
+from stepfast.ranks import RankSet
 from stepfast.slot import SlotRecord
-from stepfast_sidecar.holdings import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow
+from stepfast_sidecar.holdings import (
+    DropStep,
+    Effect,
+    Freed,
+    Held,
+    Holding,
+    Persist,
+    PersistWindow,
+    StagedTwice,
+    StepState,
+    ends_file,
+)
 
 _MISSING_REMEMBERED = 64  # steps that a rank gave up: the others stage the same ones within a step or two
-
-
-@dataclass(slots=True)
-class _Step:
-    """What is known of one step of the run. `streamed`: ranks whose files went out window by window."""
-
-    streamed: dict[int, set[str]] = field(default_factory=dict)
-    files: dict[int, int] = field(default_factory=dict)
-    parted: bool = False
-    persisting: bool = False
-    committed: bool = False
-    given_up: bool = False  # by the gang, too late for this node: another may have dropped its share in time
-    tag: str = ""
-    sharers: RankSet | None = None  # the ranks of the gang that have files in it; None: all
-    is_open: bool = False  # nobody knows yet which ranks these are
-    refers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by rank, to which older steps
-
-    @property
-    def referred(self) -> set[int]:
-        """The steps that the files of this node's ranks refer to."""
-        return {older for steps in self.refers.values() for older in steps}
 
 
 class RunFlow:
@@ -53,7 +43,7 @@ class RunFlow:
         """Of this node, that have been here. Who shares in a step of some ranks alone has come before that is known."""
         self.spared: frozenset[tuple[int, int]] = frozenset()
         """By rank and slot: what is given to a save only when nothing else is left; it is being mirrored."""
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, StepState] = {}
         self._wanted: set[int] = set()
         self._copying: dict[int, set[int]] = {}  # by rank, reserved slots that it has not given up
         self._missing: dict[int, set[int]] = {}  # by step, the ranks that gave it up
@@ -150,8 +140,12 @@ class RunFlow:
             record=record,
             due=record.due or self._flushing or record.step in self._wanted,
         )
-        self.holdings[(rank, slot)] = holding
         self._copying.get(rank, set()).discard(slot)
+        if self._has(record):
+            self.holdings[(rank, slot)] = replace(holding, held=Held.FREE, record=None, due=False)
+            effects = self._make_due(record.step) if holding.due else self._next()
+            return [StagedTwice(holding=holding), Freed(rank=rank), *effects]
+        self.holdings[(rank, slot)] = holding
         if self._missing.get(record.step):
             return self._free(record.step)
         self._note(record)
@@ -162,7 +156,7 @@ class RunFlow:
 
     def share(self, step: int, sharers: RankSet) -> list[Effect]:
         """These ranks of the gang have files in the step, and no others."""
-        state = self._steps.setdefault(step, _Step())
+        state = self._steps.setdefault(step, StepState())
         state.sharers, state.is_open = sharers, False
         return self._next()
 
@@ -178,19 +172,19 @@ class RunFlow:
             return []
         self.holdings[(rank, slot)] = replace(holding, held=Held.FREE, record=None, due=False)
         if record is not None and file_done:
-            self._steps.setdefault(record.step, _Step()).streamed.setdefault(rank, set()).add(record.name)
+            self._steps.setdefault(record.step, StepState()).streamed.setdefault(rank, set()).add(record.name)
         return [Freed(rank=rank), *self._next()]
 
     def persisted(self, step: int) -> list[Effect]:
         """This node's part of the step is written."""
-        state = self._steps.setdefault(step, _Step())
+        state = self._steps.setdefault(step, StepState())
         state.parted, state.persisting, self._blocked = True, False, False
         freed = self._mark(step, Held.PERSISTED)
         return [*(Freed(rank=rank) for rank in freed), *self._next()]
 
     def persist_failed(self, step: int) -> list[Effect]:
         """The step could not be persisted; nothing is tried again before `retry`."""
-        self._steps.setdefault(step, _Step()).persisting = False
+        self._steps.setdefault(step, StepState()).persisting = False
         self._blocked = True
         return [Freed(rank=rank) for rank in self._mark(step, Held.STAGED)]
 
@@ -222,7 +216,7 @@ class RunFlow:
         and training has gone on: the step is given up, so that nobody waits for it.
         """
         self.holdings[(rank, slot)] = replace(self.holdings[(rank, slot)], held=Held.FREE, record=None, due=False)
-        if _ends_file(record):
+        if ends_file(record):
             return [Freed(rank=rank), *self._free(record.step)]
         return [Freed(rank=rank)]
 
@@ -254,7 +248,7 @@ class RunFlow:
 
     def committed(self, step: int) -> None:
         """The step's manifest is there."""
-        self._steps.setdefault(step, _Step()).committed = True
+        self._steps.setdefault(step, StepState()).committed = True
         self._wanted.discard(step)
         held = {h.step for h in self.holdings.values()}
         for old in [s for s in self._steps if s < step and s not in held]:
@@ -275,7 +269,7 @@ class RunFlow:
         return self._next()
 
     def flush(self) -> list[Effect]:
-        """Everything held is due, also what will still be staged, and nothing is given up any more."""
+        """Everything held is due, also what will still be staged, until `end_flush`; nothing is given up any more."""
         self._flushing = True
         for state in self._steps.values():
             state.given_up = False
@@ -283,6 +277,10 @@ class RunFlow:
             if holding.held is Held.STAGED:
                 self.holdings[key] = replace(holding, due=True)
         return self._next()
+
+    def end_flush(self) -> None:
+        """Training goes on: what was due stays so, and what is staged from now on is due as its ranks say."""
+        self._flushing = False
 
     # ------------------------------------------------------------ what stands
 
@@ -351,21 +349,28 @@ class RunFlow:
         self.holdings[(holding.rank, holding.slot)] = holding
         self.ranks.add(holding.rank)
         if holding.record is not None and holding.held is not Held.FREE:
-            step = self._note(holding.record)
-            step.parted = step.parted or parted
+            state = self._note(holding.record)
+            state.parted = state.parted or parted
+            if state.parted:
+                # Noted in one slot, so it is so for all: the agent ended before it had noted it in the others.
+                self._mark(holding.record.step, Held.PERSISTED)
 
     # ------------------------------------------------------------ inside
 
-    def _note(self, record: SlotRecord) -> _Step:
-        """What a slot says of its step."""
-        step = self._steps.setdefault(record.step, _Step())
-        step.files[record.rank], step.tag = record.files, record.tag
-        step.refers[record.rank] = record.refers
-        if step.sharers is None:
-            step.is_open = record.sharers == UNKNOWN
-            if record.sharers not in (EVERY_RANK, UNKNOWN):
-                step.sharers = RankSet.parse(record.sharers, record.world_size)
-        return step
+    def _note(self, record: SlotRecord) -> StepState:
+        state = self._steps.setdefault(record.step, StepState())
+        state.note(record)
+        return state
+
+    def _has(self, record: SlotRecord) -> bool:
+        """Whether the rank's file is held here, whole, or stored."""
+        state = self._steps.get(record.step)
+        if state is None:
+            return False
+        if state.parted or record.name in state.streamed.get(record.rank, ()):
+            return True
+        held = [h.record for h in self._of_step(record.step) if h.rank == record.rank]
+        return any(other is not None and other.name == record.name for other in held)
 
     def _step(self, holding: Holding) -> int | None:
         """The step of this run of which the slot holds a whole file: no window, nor what an earlier run left in it."""
@@ -410,11 +415,11 @@ class RunFlow:
             record = h.record
             if record is None or h.step != step or record.run != self.run:
                 continue
-            if self._step(h) == step or (with_windows and _ends_file(record)):
+            if self._step(h) == step or (with_windows and ends_file(record)):
                 names.setdefault(h.rank, set()).add(record.name)
         return all(len(names.get(rank, ())) >= files for rank, files in state.files.items())
 
-    def _has_all_ranks(self, state: _Step) -> bool:
+    def _has_all_ranks(self, state: StepState) -> bool:
         if state.sharers is None:
             return len(state.files) >= self.local_world_size
         return bool(state.files) and all(rank in state.files for rank in self.ranks if rank in state.sharers)
@@ -450,8 +455,3 @@ class RunFlow:
         for holding in marked:
             self.holdings[(holding.rank, holding.slot)] = replace(holding, held=held)
         return sorted({holding.rank for holding in marked})
-
-
-def _ends_file(record: SlotRecord) -> bool:
-    """Whether these bytes are a file's last: its rank has no more to say of it."""
-    return record.window_begin + record.window_bytes >= record.file_bytes

@@ -91,6 +91,7 @@ async def serve_rank(
         session.file_bytes = known.file_bytes
     run.sessions[hello.rank] = session
     run.flow.ranks.add(hello.rank)
+    agent.end_flush(room.job, run)
     await _RankServer(agent, room, run, session).serve(messages)
 
 
@@ -308,6 +309,8 @@ class _RankServer:
             run.count_save(record.step, message.stall_seconds)
             self._agent.metrics.staged(record.file_bytes, message.stall_seconds)
         self._room.carry_out(run, run.flow.staged(self._rank, message.slot, record))
+        if run.flow.is_committed(record.step):
+            self._spawn(self._room.want(run, self._session, record.step))  # it may have joined since, and not know
         if self._session.waiting:
             self._room.wake()  # the rank's step before is its newest no longer
 

@@ -15,15 +15,16 @@ from stepfast.layout import job_folder, parse_data_path
 from stepfast.messages import Committed, Dropped, Hello, Launching, PersistFailed, Unreferable
 from stepfast.nodestatus import JobStatus
 from stepfast.ranks import EVERY_RANK
-from stepfast.slot import ControlPage, SlotRecord, SlotState
+from stepfast.slot import SlotRecord, SlotState
 from stepfast.step import JobKey
+from stepfast_sidecar.adoption import adopt_slots
 from stepfast_sidecar.commits import Commits
 from stepfast_sidecar.config import Config
 from stepfast_sidecar.fetched import FetchedFiles
 from stepfast_sidecar.flow import RunFlow
 from stepfast_sidecar.flushes import Flushes
 from stepfast_sidecar.history import History
-from stepfast_sidecar.holdings import DropStep, Effect, Freed, Held, Holding, Persist, PersistWindow
+from stepfast_sidecar.holdings import DropStep, Effect, Freed, Holding, Persist, PersistWindow, StagedTwice
 from stepfast_sidecar.jobmirrors import JobMirrors, MirrorRoom
 from stepfast_sidecar.jobslots import JobSlots
 from stepfast_sidecar.lent import JobLent
@@ -31,7 +32,6 @@ from stepfast_sidecar.memory import MemoryTier, SlotFile
 from stepfast_sidecar.metrics import FlushCause, Metrics
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess, RequestFailed
 from stepfast_sidecar.run import Run, Session
-from stepfast_sidecar.slots import misfit
 from stepfast_sidecar.tasks import Tasks
 from stepfast_sidecar.tenants import persister_environment
 
@@ -148,33 +148,11 @@ class Room:
         for name in [name for name, run in list(self.runs.items())[:-_RUNS_REMEMBERED] if run.is_empty]:
             del self.runs[name]
 
-    def adopt(self, slots: Mapping[int, list[SlotFile]], local_world_sizes: Mapping[str, object]) -> None:
+    def adopt(self, files: Mapping[int, list[SlotFile]], local_world_sizes: Mapping[str, object]) -> None:
         """Takes over what an earlier agent left: what was staged is persisted, what was persisted may be restored."""
         self.mirrors.adopt()
-        found = [(rank, file, file.read_control()) for rank, files in slots.items() for file in files]
-        for rank, file, _ in found:
-            self.slots.of(rank).add(file)
-        whole = [
-            (file, page.record, page.state)
-            for rank, file, page in found
-            if page.record is not None and _is_whole(rank, page, file.capacity_bytes)
-        ]
-        for file, record, state in sorted(whole, key=lambda one: one[1].saved_time):  # the newest run comes last
-            run = self.runs.setdefault(record.run, Run(flow=RunFlow(record.run, 0), world_size=record.world_size))
-            run.saved[record.step] = (record.saved_time, 0)
-            held = Held.PERSISTED if state is SlotState.PERSISTED else Held.STAGED
-            holding = Holding(
-                rank=record.rank, slot=file.index, held=held, seq=record.seq, record=record, due=record.due
-            )
-            run.flow.adopt(holding, parted=held is Held.PERSISTED)
-        for rank, _, page in found:
-            if page.record is not None and page.record.run in self.runs:
-                self.runs[page.record.run].flow.ranks.add(rank)  # it may have been in the middle of a copy
-        for name, run in self.runs.items():
-            # How many ranks this node had, until they say so themselves.
-            size = local_world_sizes.get(name)
-            staged = len({holding.rank for holding in run.flow.holdings.values()})
-            run.flow.local_world_size = size if isinstance(size, int) and size > 0 else staged
+        adopt_slots(self.slots, self.runs, files, local_world_sizes)
+        for run in self.runs.values():
             for step in run.flow.uncommitted_parts():
                 self._commits.start(run, step)
 
@@ -247,6 +225,8 @@ class Room:
                     self.wake()
                 case DropStep():
                     self._dropped(run, effect)
+                case StagedTwice():
+                    self._files(run).note(effect.holding, SlotState.DROPPED)
                 case _:
                     assert_never(effect)
         self._changed(False)
@@ -402,8 +382,13 @@ class Room:
     # ------------------------------------------------------------ telling
 
     def status(self) -> list[JobStatus]:
-        """The newest runs, for the node's status."""
-        return [self.mirrors.with_mirrors(run.status(self.job)) for run in list(self.runs.values())[-2:]]
+        """The newest two runs, and whichever has something left to persist or to commit, the newest last. Of those that
+        are only mirrored here, too.
+        """
+        others = {run.flow.run: run.world_size for run in self.mirrors.runs if run.flow.run not in self.runs}
+        mirrored = [Run(flow=RunFlow(name, 0), world_size=size) for name, size in others.items()]
+        told = [self.mirrors.with_mirrors(run.status(self.job)) for run in (*mirrored, *self.runs.values())]
+        return [*(status for status in told[:-2] if status.pending_steps), *told[-2:]]
 
     @property
     def memory_bytes(self) -> int:
@@ -469,11 +454,3 @@ class Room:
         """Ends the persister and everything under way."""
         await self.persister.close()
         await self._tasks.cancel()
-
-
-def _is_whole(rank: int, page: ControlPage, capacity_bytes: int) -> bool:
-    """Whether the slot holds a whole file of that rank."""
-    record = page.record
-    if record is None or page.state not in (SlotState.STAGED, SlotState.PERSISTED) or record.rank != rank:
-        return False
-    return record.window_bytes == record.file_bytes and misfit(record, capacity_bytes) is None

@@ -139,6 +139,14 @@ class Run:
         return all(step in self.awaited for step in self.flow.pending_steps())
 
     @property
+    def is_training(self) -> bool:
+        """Whether ranks of it live, and none has died that was not back since."""
+        sessions = self.sessions.values()
+        return any(session.alive for session in sessions) and all(
+            session.alive or session.clean for session in sessions
+        )
+
+    @property
     def is_over(self) -> bool:
         return bool(self.sessions) and not any(session.alive for session in self.sessions.values())
 

@@ -75,7 +75,7 @@ class LocalUpload:
                 # Never again: the kernel forgets what it could not write, and says yes the next time.
                 self.abort()
                 raise UploadLost(str(storage_error(error, self._doing()))) from error
-        self._try(self._make_visible)
+            self._try(self._make_visible)
         self._end()
         if self._probe is not None:
             self._probe("upload.finish:after", self._path)
@@ -85,9 +85,19 @@ class LocalUpload:
             remove_quietly(self._temp)
 
     def _make_visible(self) -> None:
-        if self._temp.exists():  # else it was renamed by a try whose folder could not be synced
+        if self._temp.exists():
             os.replace(self._temp, self._target)
+        elif not self._has_target():  # else it was renamed by a try whose folder could not be synced
+            self.abort()
+            raise UploadLost(f"{self._doing()}: somebody removed its temporary file, {self._temp.name}")
         sync_folder(self._target.parent)
+
+    def _has_target(self) -> bool:
+        """Whether the object of that name is this upload's, and not another writer's."""
+        try:
+            return os.path.samestat(os.fstat(self._buffered), os.lstat(self._target))
+        except FileNotFoundError:
+            return False
 
     def _write(self, offset: int, view: memoryview) -> None:
         whole = len(view) - len(view) % ALIGNMENT_BYTES
