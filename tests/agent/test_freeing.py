@@ -41,15 +41,20 @@ def gate(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def start(new_agent: Callable[..., Any], tmp_path: Path, gate: Path) -> Callable[..., Any]:
-    """Starts an agent that frees memory no sooner than the gate is open."""
+def environment(tmp_path: Path, gate: Path) -> dict[str, str]:
+    """Of an agent that frees memory no sooner than the gate is open."""
     injected = tmp_path / "inject"
     injected.mkdir()
     (injected / "sitecustomize.py").write_text(f"GATE = {str(gate)!r}\n{_HELD}")
-    paths = os.pathsep.join(filter(None, [str(injected), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(injected), os.environ.get("PYTHONPATH")]))}
+
+
+@pytest.fixture
+def start(new_agent: Callable[..., Any], environment: dict[str, str]) -> Callable[..., Any]:
+    """Starts such an agent."""
 
     def start(*options: str, memory_limit: int) -> Any:
-        return new_agent(*options, memory_limit=memory_limit, environment={"PYTHONPATH": paths})
+        return new_agent(*options, memory_limit=memory_limit, environment=environment)
 
     return start
 
@@ -101,6 +106,29 @@ def test_ranks_are_answered_while_memory_is_freed(
         gate.unlink(missing_ok=True)
         for descriptor in held:
             os.close(descriptor)
+
+
+def test_ranks_are_answered_while_a_mirrored_step_is_freed(
+    ring: Any, environment: dict[str, str], gate: Path, eventually: Callable[..., None]
+) -> None:
+    agents = [ring.add(environment=environment), ring.add()]
+    ring.form(eventually, 0, 1)
+    peers = [agent.join(rank=node, world_size=2, node=node, run="uid1-1") for node, agent in enumerate(agents)]
+    for step in (1, 2):
+        for peer in peers:
+            peer.save(step)
+        peers[0].wait_committed(step)
+        held = [{"node": 1, "step": step}]
+        eventually(
+            lambda held=held: [{k: m[k] for k in ("node", "step")} for m in ring.status(0).get("mirrors", ())] == held,
+            "the other node's step is held, and no older one",
+        )
+    assert len(list(agents[0].memory_dir.glob(".gone/*"))) == 1
+    for peer in peers:
+        peer.save(3)
+    peers[0].wait_committed(3)
+    gate.unlink()
+    eventually(lambda: not list(agents[0].memory_dir.glob(".gone/*")), "the memory is free")
 
 
 def test_memory_is_given_away_no_sooner_than_it_is_free(
