@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from stepfast import catalog
-from stepfast.commit import FileUpload, try_commit, write_part
+from stepfast.commit import FileUpload, StepParts, try_commit, write_part
 from stepfast.errors import UploadLost
 from stepfast.layout import CHUNK_BYTES, Part, data_path
-from stepfast.slot import CONTROL_BYTES
+from stepfast.makingroom import make_room
+from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState, rank_record
 from stepfast.storage import Store, open_store
 from stepfast_sidecar.persist import JobPersister
 from stepfast_sidecar.slotmaps import SlotDamaged, SlotRef
@@ -123,3 +124,102 @@ def test_file_that_a_killed_persister_began_gives_its_room_to_the_next_try(
     other.put(0, memoryview(b"x"))
     other.finish()
     persister.close()
+
+
+def leave(store: Store, step: int, run: str, *, ranks: tuple[int, ...] = (0,), size_bytes: int = 4) -> None:
+    """What a node of a gang of two ranks has persisted."""
+    files = []
+    for rank in ranks:
+        path = data_path(step, run, "state", rank, 2)
+        upload = FileUpload(store, "ns/job", path, name="state", rank=rank, size_bytes=size_bytes)
+        upload.put(0, memoryview(bytes(size_bytes)))
+        files.append(upload.finish())
+    part = Part(
+        step=step, run=run, node=ranks[0], world_size=2, ranks=ranks, files=tuple(files), saved_time=1.0,
+        persisted_time=2.0,
+    )  # fmt: skip
+    write_part(store, "ns/job", part)
+
+
+def left_of(root: Path, run: str) -> list[str]:
+    return sorted(path.name for path in root.rglob(f"*{run}.*"))
+
+
+@pytest.mark.parametrize("left", ["part", "temporary file"])
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "in windows"])
+def test_full_storage_is_given_room_by_what_an_earlier_attempt_left_unfinished(
+    tmpfs: Callable[[str], Path], tmp_path: Path, left: str, is_streamed: bool
+) -> None:
+    size = 3 * CHUNK_BYTES
+    root = tmpfs(f"size={size + 2 * CHUNK_BYTES}")
+    store = open_store(str(root))
+    if left == "part":
+        leave(store, 4, "uid-1", size_bytes=size)
+    else:
+        killed = store.upload(f"ns/job/{data_path(4, 'uid-1', 'state', 0, 2)}", size)
+        (temporary,) = root.rglob("*.tmp")
+        killed.abort()
+        temporary.write_bytes(bytes(size))  # as a killed process leaves it: no descriptor holds it
+    slot = tmp_path / "slot"
+    window = 2 * CHUNK_BYTES if is_streamed else size
+    record = SlotRecord(
+        seq=1, state=SlotState.STAGED, run="uid-2", step=4, name="state", rank=0, world_size=1, node=0,
+        file_bytes=size, window_begin=0, window_bytes=window, files=1, saved_time=1.0,
+    )  # fmt: skip
+    place, page = rank_record(record)
+    slot.write_bytes((bytes(place) + page).ljust(CONTROL_BYTES, b"\0") + bytes(window))
+    ref = SlotRef(path=str(slot), seq=1, rank=0, name="state", file_bytes=size, window_begin=0, window_bytes=window)
+    persister = JobPersister(store, "ns/job", settle_seconds=0)
+    if is_streamed:
+        assert persister.persist_window(step=4, run="uid-2", world_size=1, slot=ref) is None
+    else:
+        persister.persist(
+            step=4, run="uid-2", node=0, world_size=1, replicated="", saved_time=1.0, ranks=[0], slots=[ref],
+            streamed=[],
+        )  # fmt: skip
+        assert try_commit(store, "ns/job", 4, "uid-2") is not None
+    assert left_of(root, "uid-1") == []
+    persister.close()
+
+
+@pytest.mark.parametrize(
+    ("run", "ranks", "spared"),
+    [("uid-1", (0, 1), ()), ("uid-1", (0,), ("uid-1",)), ("uid-2", (0,), ()), ("other-1", (0,), ())],
+    ids=["whole: anybody may commit it", "on its way", "of the same attempt", "of another job"],
+)
+def test_what_may_still_be_committed_makes_no_room(
+    tmp_path: Path, run: str, ranks: tuple[int, ...], spared: tuple[str, ...]
+) -> None:
+    store = open_store(str(tmp_path))
+    leave(store, 4, run, ranks=ranks)
+    begin(store, 5, "uid-1").finish()  # of a node that has yet to write its part
+    assert not make_room(store, "ns/job", run="uid-2", spared=spared, settle_seconds=0)
+    assert len(left_of(tmp_path / "ns" / "job" / "global_step4", run)) == len(ranks) + 1
+    assert len(left_of(tmp_path / "ns" / "job" / "global_step5", "uid-1")) == 1
+
+
+def test_step_that_is_committed_while_room_is_made_keeps_its_files(tmp_path: Path) -> None:
+    store, seen = open_store(str(tmp_path)), StepParts(open_store(str(tmp_path)), "ns/job", 4, "uid-1")
+    leave(store, 4, "uid-1", ranks=(0,))
+
+    def commit(seconds: float) -> None:
+        assert try_commit(store, "ns/job", 4, "uid-1", seen) is not None
+
+    def look(operation: str, path: str) -> None:
+        """Another node writes the last part, and a third has seen both, before the first one goes."""
+        if operation == "delete:before" and not seen.are_complete:
+            leave(store, 4, "uid-1", ranks=(1,))
+            seen.look()
+
+    assert not make_room(open_store(str(tmp_path), probe=look), "ns/job", run="uid-2", settle_seconds=9, sleep=commit)
+    assert len(list(catalog.verify_step(store, "ns/job", 4))) == 2
+
+
+def test_step_that_made_room_is_committed_by_nobody_who_saw_its_parts_before(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    seen = StepParts(store, "ns/job", 4, "uid-1")
+    leave(store, 4, "uid-1", ranks=(0,))
+    assert try_commit(store, "ns/job", 4, "uid-1", seen) is None
+    assert make_room(store, "ns/job", run="uid-2", settle_seconds=0)
+    leave(store, 4, "uid-1", ranks=(1,))
+    assert try_commit(store, "ns/job", 4, "uid-1", seen) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepfast.layout import data_path, part_path
-from stepfast.retention import leftovers, steps_to_remove
+from stepfast.retention import leftovers, steps_to_remove, unfinished
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,29 @@ def test_superseded_step_keeps_its_bytes() -> None:
 def test_committed_step_and_unknown_files_are_never_swept() -> None:
     folders = {5: [_name(5, "uid-1"), "manifest.json"], 6: ["notes.txt", "manifest-superseded-uid-1.json"]}
     assert leftovers(folders, newest_committed=10, run="uid-2") == []
+
+
+@pytest.mark.parametrize(
+    ("run", "more", "spared", "found"),
+    [
+        ("uid-1", [], [], ["uid-1"]),
+        ("uid-1.3", [], ["uid-1"], ["uid-1.3"]),
+        ("uid-1", [], ["uid-1"], []),
+        ("uid-2", [], [], []),
+        ("uid-2.1", [], [], []),
+        ("uid-3", [], [], []),
+        ("other-1", [], [], []),
+        ("uid-1", ["manifest-superseded-uid-1.json"], [], []),
+        ("uid-1", ["manifest-superseded-uid-0.json"], [], ["uid-1"]),
+        ("uid-1", ["manifest.json"], [], []),
+    ],
+    ids=[
+        "earlier-attempt", "restarted-in-place", "spared", "this-run", "this-attempt", "later-attempt", "earlier-job",
+        "superseded", "another-is-superseded", "committed",
+    ],
+)  # fmt: skip
+def test_earlier_attempts_of_the_same_job_alone_make_room(
+    run: str, more: list[str], spared: list[str], found: list[str]
+) -> None:
+    for name in (_name(5, run), part_path(5, run, 0).partition("/")[2]):
+        assert unfinished([name, *more], run="uid-2", spared=spared) == found

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from stepfast import catalog
 from stepfast.commit import FileUpload, StepParts, read_manifest, try_commit, write_part
@@ -28,10 +28,13 @@ from stepfast.layout import (
     part_path,
     step_folder,
 )
+from stepfast.makingroom import make_room
 from stepfast.ranks import EVERY_RANK
 from stepfast.storage.base import Store
 from stepfast_sidecar.copies import Copies
 from stepfast_sidecar.slotmaps import SlotDamaged, SlotMaps, SlotRef
+
+T = TypeVar("T")
 
 UPLOAD_THREADS = 4
 FORESEE_THREADS = UPLOAD_THREADS  # of their own: what is asked for waits for none of them
@@ -65,8 +68,10 @@ class JobPersister:
         *,
         clock: Callable[[], float] = time.time,
         spool_folder: str | None = None,
+        settle_seconds: float = 60.0,
     ) -> None:
-        self._store, self._folder, self._clock = store, folder, clock
+        """`settle_seconds`: longer than any agent tries to write a manifest (`makingroom`)."""
+        self._store, self._folder, self._clock, self._settle_seconds = store, folder, clock, settle_seconds
         self._uploaders = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="stepfast-upload")
         self._files = ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="stepfast-file")
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stepfast-read")
@@ -85,12 +90,13 @@ class JobPersister:
     def persist(
         self, *, step: int, run: str, node: int, world_size: int, replicated: str, saved_time: float,
         ranks: Sequence[int], slots: Sequence[SlotRef], streamed: Sequence[FileEntry], sharers: str = EVERY_RANK,
-        tag: str = "", refers: Sequence[int] = (),
+        tag: str = "", refers: Sequence[int] = (), spared: Sequence[str] = (),
     ) -> Part:  # fmt: skip
         """Uploads the slots' files and writes this node's part, with the files that were streamed before.
 
         A part that is already there is done. Of a step that some ranks alone share in, the part with the first of them
-        names those that have nothing in it, too: a manifest names every rank of the gang.
+        names those that have nothing in it, too: a manifest names every rank of the gang. `spared`: earlier runs of
+        which something is still on its way, should there be no room.
 
         Raises StorageError, SlotDamaged.
         """
@@ -98,7 +104,7 @@ class JobPersister:
             return parse_part(self._store.read(join(self._folder, part_path(step, run, node))))
         except ObjectNotFound:
             pass
-        files = [*self._upload_all(step, run, world_size, slots), *streamed]
+        files = [*self._within(run, spared, lambda: self._upload_all(step, run, world_size, slots)), *streamed]
         part = Part(
             step=step,
             run=run,
@@ -120,6 +126,15 @@ class JobPersister:
                 parts.note(seen)
                 self._forget_old_parts()
         return part
+
+    def _within(self, run: str, spared: Sequence[str], upload: Callable[[], T]) -> T:
+        """Uploads; once more when the storage was full, and there was something to make room with."""
+        try:
+            return upload()
+        except StorageFull:
+            if not make_room(self._store, self._folder, run=run, spared=spared, settle_seconds=self._settle_seconds):
+                raise
+            return upload()
 
     def _upload_all(self, step: int, run: str, world_size: int, slots: Sequence[SlotRef]) -> list[FileEntry]:
         """Several files at once: of small ones most of the time goes into waiting for the storage's answers. What went
@@ -185,12 +200,17 @@ class JobPersister:
                 self._store.delete(join(folder, name))
             return begin()
 
-    def persist_window(self, *, step: int, run: str, world_size: int, slot: SlotRef) -> FileEntry | None:
-        """Uploads one window of a large file; the file's entry when it is whole with it.
+    def persist_window(
+        self, *, step: int, run: str, world_size: int, slot: SlotRef, spared: Sequence[str] = ()
+    ) -> FileEntry | None:
+        """Uploads one window of a large file; the file's entry when it is whole with it. `spared`: as of `persist`.
 
         Raises StorageError (the same window may be tried again) and, when the file has to be begun again, SlotDamaged
         or UploadLost.
         """
+        return self._within(run, spared, lambda: self._upload_window(step, run, world_size, slot))
+
+    def _upload_window(self, step: int, run: str, world_size: int, slot: SlotRef) -> FileEntry | None:
         key = (step, run, slot.rank, slot.name)
         upload = self._stream(key, world_size, slot)
         try:

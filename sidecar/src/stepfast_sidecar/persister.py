@@ -179,7 +179,8 @@ def main() -> None:
 
     def open_persister() -> JobPersister:
         store = open_store(arguments.storage_uri, deadline_seconds=arguments.storage_deadline)
-        return JobPersister(store, arguments.folder, spool_folder=arguments.spool_folder)
+        settle = 2 * arguments.storage_deadline
+        return JobPersister(store, arguments.folder, spool_folder=arguments.spool_folder, settle_seconds=settle)
 
     server = Server(open_persister, _take_standard_output())
     try:

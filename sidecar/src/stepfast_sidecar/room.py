@@ -255,6 +255,7 @@ class Room:
                 refers=effect.refers,
                 slots=[self._slot_ref(run, holding) for holding in effect.holdings],
                 streamed=run.streamed_files(effect.step),
+                spared=self._on_their_way(run),
             )
         except PersisterLost:
             return  # the flow heard of it already, and a retry is under way
@@ -284,6 +285,7 @@ class Room:
                     run=record.run,
                     world_size=record.world_size,
                     slot=self._slot_ref(run, holding),
+                    spared=self._on_their_way(run),
                 )
             except PersisterLost:
                 return
@@ -368,6 +370,10 @@ class Room:
     async def _wake(self) -> None:
         async with self.freed:
             self.freed.notify_all()
+
+    def _on_their_way(self, run: Run) -> list[str]:
+        """The other runs of which something has yet to be persisted or committed."""
+        return [other.flow.run for other in self._all_runs if other is not run and other.flow.pending_steps()]
 
     def _slot_ref(self, run: Run, holding: Holding) -> dict[str, Any]:
         record = holding.record

@@ -144,8 +144,10 @@ class StepParts:
         """
         if self.are_complete:
             return self._seen.values()
-        names = [entry.name for entry in self._store.list(join(self._folder, step_folder(self._step)))]
-        kinds = [(name, classify(name)) for name in names]
+        names = {entry.name for entry in self._store.list(join(self._folder, step_folder(self._step)))}
+        # What a later attempt made room with is no part of the step any more.
+        self._seen = {name: part for name, part in self._seen.items() if name in names}
+        kinds = [(name, classify(name)) for name in sorted(names)]
         mine = [(name, kind.kind) for name, kind in kinds if kind.run == self._run]
         if not is_eager and self._lacks_a_file([name for name, kind in mine if kind == "data"]):
             return self._seen.values()

@@ -56,6 +56,21 @@ def leftovers(folders: Mapping[int, Collection[str]], *, newest_committed: int, 
     return swept
 
 
+def unfinished(names: Collection[str], *, run: str, spared: Collection[str]) -> list[str]:
+    """The earlier attempts of the run's own job that have files of these names in a step's folder, and no manifest.
+
+    Not those that are spared, nor what was committed once and rolled back. A job of another uid may be alive.
+    """
+    if MANIFEST in names:
+        return []
+    kinds = [classify(name) for name in names]
+    superseded = {kind.run for kind in kinds if kind.kind == "superseded"}
+    wrote = {kind.run for kind in kinds if kind.kind in ("data", "part") and kind.run is not None}
+    return sorted(
+        other for other in wrote - superseded - set(spared) if _is_same_job(other, run) and _is_older(other, run)
+    )
+
+
 def abandoned(
     temporary: Mapping[int, Sequence[tuple[str, str]]], *, committed: Collection[int], run: str
 ) -> list[tuple[int, str]]:
@@ -76,5 +91,8 @@ def abandoned(
 def _is_older(other: str, run: str) -> bool:
     if other == run:
         return False
-    same_job = other.rpartition("-")[0] == run.rpartition("-")[0]
-    return not same_job or attempt_of(other) < attempt_of(run)
+    return not _is_same_job(other, run) or attempt_of(other) < attempt_of(run)
+
+
+def _is_same_job(other: str, run: str) -> bool:
+    return other.rpartition("-")[0] == run.rpartition("-")[0]
