@@ -190,11 +190,9 @@ def test_a_write_error_that_passes_is_retried(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["x"]
 
 
-def test_create_that_fails_after_its_effect_is_still_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").mkdir()
-    store = LocalStore(tmp_path)
-    store.create("a/first", b"")
-    fsync, calls = os.fsync, []
+def syncs_of_which_the_folders_fails_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The descriptors that are synced from now on, as they come."""
+    fsync, calls = os.fsync, list[int]()
 
     def failing(descriptor: int) -> None:
         calls.append(descriptor)
@@ -203,6 +201,14 @@ def test_create_that_fails_after_its_effect_is_still_its_own(tmp_path: Path, mon
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
+    return calls
+
+
+def test_create_that_fails_after_its_effect_is_still_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    store = LocalStore(tmp_path)
+    store.create("a/first", b"")
+    calls = syncs_of_which_the_folders_fails_once(monkeypatch)
     assert store.create("a/x", b"1") is True
     assert len(calls) == 3
 
@@ -247,15 +253,7 @@ def test_upload_that_has_its_name_is_not_lost_when_its_folder_is_synced_again(
 ) -> None:
     upload = begin(LocalStore(tmp_path), "x", 10)
     upload.put(0, pages(10))
-    fsync, calls = os.fsync, []
-
-    def failing(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == 2:  # the folder's, after the object has its name
-            raise OSError(errno.EIO, "injected")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", failing)
+    calls = syncs_of_which_the_folders_fails_once(monkeypatch)
     upload.finish()
     assert len(calls) == 3
     assert (tmp_path / "x").read_bytes() == bytes(pages(10))

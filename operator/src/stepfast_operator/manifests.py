@@ -187,14 +187,11 @@ def spare_of(
     }
     pod.pop("initContainers", None)
     if priority_class:
-        pod = {**_without_priority(pod), "priorityClassName": priority_class}
+        pod["priorityClassName"] = priority_class
+        for told_by_the_class in ("priority", "preemptionPolicy"):
+            pod.pop(told_by_the_class, None)
     name = labels.spare_name(owner.job.name, number)
     return _pod_document(owner, spec, name, pod, marks={labels.SPARE: str(number)}, notes={})
-
-
-def _without_priority(pod: JSON) -> JSON:
-    """What a class says must not be said otherwise."""
-    return {key: value for key, value in pod.items() if key not in ("priority", "preemptionPolicy")}
 
 
 def _idle(container: JSON) -> JSON:
