@@ -50,6 +50,8 @@ def example(team: Team, name: str) -> dict[str, Any]:
 def test_the_example_trains_on_two_nodes_and_can_be_watched(team: Team, ended: Callable[[Job], Job]) -> None:
     cluster = team.cluster
     manifest = example(team, "gpt_stdlib")
+    arguments = manifest["spec"]["trainer"]["args"]
+    arguments[arguments.index("300")] = "150"  # on a busy machine it makes one a second
     cluster.apply(manifest)
     job = ended(team.job(manifest["metadata"]["name"]))
     watch = subprocess.Popen(
@@ -62,8 +64,8 @@ def test_the_example_trains_on_two_nodes_and_can_be_watched(team: Team, ended: C
         watch.terminate()
         rows = [line.split() for line in watch.communicate()[0].splitlines()]
     assert {job.node_of(0), job.node_of(1)} == {"node-1", "node-2"} or len(cluster.nodes) > 2
-    assert (status["restarts"], status["trainerStatus"]["globalStep"]) == (0, 300)
-    assert status["checkpoint"]["latestPersistedStep"] == 300
+    assert (status["restarts"], status["trainerStatus"]["globalStep"]) == (0, 150)
+    assert status["checkpoint"]["latestPersistedStep"] == 150
     header, *lines = rows
     assert header == ["NAME", "STATE", "READY", "NODES", "STEP", "PERSISTED", "RESTARTS", "AGE"]
     ours = [line for line in lines if line[0] == job.name and len(line) == len(header)]
@@ -78,9 +80,9 @@ def test_the_example_trains_on_two_nodes_and_can_be_watched(team: Team, ended: C
     described = cluster.kubectl("describe", "trainingjob", job.name, "-n", team.namespace)
     assert "attempt 1 starts from scratch: 2 pods" in described
     assert job.stored() >= {
-        "global_step250",
-        "global_step275",
-        "global_step300",
+        "global_step100",
+        "global_step125",
+        "global_step150",
         "checkpointHistories.csv",
     }
 

@@ -121,7 +121,9 @@ class Interpreter:
             ]  # fmt: skip
             codes, is_late = self._ended(scripts, timeout)
             ended = [
-                subprocess.CompletedProcess(command, code, script.output.read_text(), script.errors.read_text())
+                subprocess.CompletedProcess(
+                    command, code, script.output.read_text(), _of_its_own(script.errors.read_text())
+                )
                 for script, code in zip(scripts, codes, strict=True)
             ]
         if is_late:
@@ -164,6 +166,11 @@ LIGHTNING = Interpreter("lightning.pytorch", _OF_OPTIMIZERS)
 TRANSFORMERS = Interpreter("transformers.trainer", _OF_OPTIMIZERS)
 STEPFAST = "-c", "from stepfast.cli import main; raise SystemExit(main())"  # as `-m stepfast.cli`
 INTERPRETERS = TORCH, DEEPSPEED, LIGHTNING, TRANSFORMERS
+
+
+def _of_its_own(errors: str) -> str:
+    """Without what nanobind says, behind all else and at length, where a process that has imported triton fails."""
+    return errors.partition("nanobind: leaked ")[0]
 
 
 def _next_script(connection: Connection) -> Script:
