@@ -54,9 +54,11 @@ def shrinks_of_next(observed: Observed) -> tuple[int, int]:
 
 
 def held_until(policy: ElasticPolicy, attempt: Attempt) -> float | None:
-    """Until when the gang does not try to grow, once it trains: a place that a spare finds may be none for the gang's
-    own pods, which have volumes that not every node reaches, or the place may be taken in between. Each try that fails
-    costs the gang `scaleDownTimeoutSeconds`: after the second one it trains for twice as long before the next, and so on.
+    """Until when the gang does not try to grow, once it trains.
+
+    A place that a spare finds may be none for the gang's own pods, which have volumes that not every node reaches, or
+    it may be taken in between. Each try that fails costs the gang `scaleDownTimeoutSeconds`: after the second one in a
+    row it trains for twice as long before the next, then for four times, and so on.
     """
     if attempt.shrinks < 2 or attempt.first_step_time is None:
         return None
