@@ -193,9 +193,11 @@ def train(bench: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, load_module: Callable[[str], Any]) -> Iterator[Any]:
-    """`runs.Runs`: `stepfast run` in the test's folder."""
-    made = load_module("runs").Runs(tmp_path)
+def runs(tmp_path: Path, load_module: Callable[[str], Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+    """`runs.Runs`: `stepfast run` in the test's folder. Where the test's module says whose forks torchrun's ranks are,
+    they are.
+    """
+    made = load_module("runs").Runs(tmp_path, ranks=getattr(request.module, "RANKS_ARE_FORKS_OF", None))
     yield made
     made.end()
 

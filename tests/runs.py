@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from interpreters import Interpreter
 from stepfast import catalog
 from stepfast.storage import open_store
 
@@ -27,12 +28,16 @@ SECONDS = 300
 class Runs:
     """Jobs in one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, ranks: Interpreter | None = None) -> None:
+        """`ranks`: what torchrun's ranks are forks of; by default each is a python of its own."""
         self.folder = folder
+        self._ranks = ranks
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """Begins `stepfast run` with these arguments."""
+        if self._ranks is not None:
+            environment = {"PYTHON_EXEC": self._ranks.program, **environment}
         with open(self.folder / "run.log", "ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "stepfast.cli", "run", "--summary", "summary.json", *arguments],

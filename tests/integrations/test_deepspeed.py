@@ -14,6 +14,8 @@ import pytest
 from interpreters import DEEPSPEED
 from smallengines import run_alone
 
+RANKS_ARE_FORKS_OF = DEEPSPEED
+
 # A model with dropout (random generators count), a schedule, clipping; `changes` are the mode's.
 MODEL = """
 import json, os, signal, sys

@@ -1,0 +1,35 @@
+"""What stands in `python`'s place where a script is run by a fork of an interpreter: `forkedpython.py SOCKET SCRIPT …`.
+
+It hands its arguments, environment, folder and streams over, passes signals on, and ends as the fork does; if it is
+killed, so is the fork. The standard library's smallest part, as it is started where an import would cost too much.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
+
+
+def main() -> None:
+    path, *arguments = sys.argv[1:]
+    command = [argument for argument in arguments if argument != "-u"]  # the interpreter writes unbuffered
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.connect(path)
+        request = {"command": command, "folder": os.getcwd(), "environment": dict(os.environ)}
+        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+        for number in PASSED_ON:
+            signal.signal(number, lambda number, _: server.send(bytes([number])))
+        answer = server.recv(16)
+    code = int(answer or 1)  # none: the server has ended, and so has the fork
+    if -code in PASSED_ON:
+        signal.signal(-code, signal.SIG_DFL)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
