@@ -194,10 +194,10 @@ def train(bench: Any) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def runs(tmp_path: Path, load_module: Callable[[str], Any], request: pytest.FixtureRequest) -> Iterator[Any]:
-    """`runs.Runs`: `stepfast run` in the test's folder. Where the test's module says whose forks torchrun's ranks are,
-    they are.
+    """`runs.Runs`: `stepfast run` in the test's folder. Where the test's module says of what, its launchers and ranks
+    are forks.
     """
-    made = load_module("runs").Runs(tmp_path, ranks=getattr(request.module, "RANKS_ARE_FORKS_OF", None))
+    made = load_module("runs").Runs(tmp_path, forks_of=getattr(request.module, "RUNS_ARE_FORKS_OF", None))
     yield made
     made.end()
 

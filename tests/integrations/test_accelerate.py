@@ -12,7 +12,7 @@ import pytest
 
 from interpreters import TRANSFORMERS
 
-RANKS_ARE_FORKS_OF = TRANSFORMERS
+RUNS_ARE_FORKS_OF = TRANSFORMERS
 
 # Shuffled data, dropout, a schedule, an object of one's own, a hook; in the middle of epochs and at their ends. The
 # attempt that ends trains once more, undisturbed, by Accelerate alone.

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from interpreters import TORCH
 
-RANKS_ARE_FORKS_OF = TORCH
+RUNS_ARE_FORKS_OF = TORCH
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp2" / "train.py"
 TENSOR = ("--tensor-parallel", "2")

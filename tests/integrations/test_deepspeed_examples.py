@@ -10,7 +10,7 @@ import pytest
 
 from interpreters import DEEPSPEED
 
-RANKS_ARE_FORKS_OF = DEEPSPEED
+RUNS_ARE_FORKS_OF = DEEPSPEED
 
 FOLDER = Path(__file__).parents[2] / "examples" / "deepspeed"
 GPU = {"fp16"}

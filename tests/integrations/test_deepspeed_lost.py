@@ -14,7 +14,7 @@ from interpreters import DEEPSPEED
 from smallengines import BEGIN, found
 from stepfast.storage import open_store
 
-RANKS_ARE_FORKS_OF = DEEPSPEED
+RUNS_ARE_FORKS_OF = DEEPSPEED
 
 KILLED = (
     BEGIN

@@ -11,7 +11,7 @@ import pytest
 
 from interpreters import LIGHTNING
 
-RANKS_ARE_FORKS_OF = LIGHTNING
+RUNS_ARE_FORKS_OF = LIGHTNING
 
 BEGIN = """
 import json, os, shutil, signal, sys, warnings

@@ -1,7 +1,7 @@
-"""What stands in `python`'s place where a script is run by a fork of an interpreter: `forkedpython.py SOCKET SCRIPT …`.
+"""What stands in `python`'s place where an interpreter's fork runs a script: `forkedpython.py SOCKET SCRIPT …`.
 
 It hands its arguments, environment, folder and streams over, passes signals on, and ends as the fork does; if it is
-killed, so is the fork. The standard library's smallest part, as it is started where an import would cost too much.
+killed, so is the fork. It imports little: it is there to save time.
 """
 
 import json
@@ -15,7 +15,7 @@ PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
 
 def main() -> None:
     path, *arguments = sys.argv[1:]
-    command = [argument for argument in arguments if argument != "-u"]  # the interpreter writes unbuffered
+    command = arguments[arguments[:1] == ["-u"] :]  # forks write unbuffered
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(path)
         request = {"command": command, "folder": os.getcwd(), "environment": dict(os.environ)}

@@ -18,7 +18,9 @@ _LARGEST_REQUEST = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """As behind `python`: a file and its arguments. `streams`: descriptors of the input, the output and the errors."""
+    """`command`: as behind `python`: a file and its arguments, or `-m` and a module. `streams`: the descriptors of its
+    input, its output and its errors.
+    """
 
     command: tuple[str, ...]
     folder: Path

@@ -13,6 +13,7 @@ import atexit
 import gc
 import importlib
 import os
+import runpy
 import shlex
 import shutil
 import signal
@@ -33,7 +34,7 @@ from forkserver import Request, serve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """`command`: as behind `python`: a file and its arguments, or `-c` and lines."""
+    """`command`: as behind `python`: a file and its arguments, `-c` and lines, or `-m` and a module."""
 
     command: tuple[str, ...]
     folder: Path
@@ -77,14 +78,16 @@ class Interpreter:
 
     @property
     def program(self) -> str:
-        """A program that is run as python would be, behind which come a script and its arguments."""
+        """A program in python's place: forks run scripts, `-m stepfast.launcher` and what waits to become one; all else
+        is python's own.
+        """
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="stepfast-"))  # the path of a socket must be short
             self._server = self._serve(self._folder / "socket")
             client = Path(__file__).with_name("forkedpython.py")
-            command = [sys.executable, "-I", "-S", str(client), str(self._folder / "socket")]
+            fork = [sys.executable, "-I", "-S", str(client), str(self._folder / "socket")]
             program = self._folder / "python"
-            program.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+            program.write_text(_PROGRAM.format(fork=shlex.join(fork), python=shlex.quote(sys.executable)))
             program.chmod(0o755)
         return str(self._folder / "python")
 
@@ -209,13 +212,24 @@ class Interpreter:
 
 
 _OF_OPTIMIZERS = "torch._dynamo"  # the first of a process imports it
-# Behind frameworks comes what they import as they are used: DeepSpeed looks for a compiler, Lightning for storages.
+# Behind frameworks comes what they import as they are used: Lightning for storages, DeepSpeed for its operators and, with
+# ZeRO, for an optimizer that is compiled.
 TORCH = Interpreter("torch", _OF_OPTIMIZERS)
-DEEPSPEED = Interpreter("deepspeed", _OF_OPTIMIZERS, "setuptools", DS_ACCELERATOR="cpu")
+DEEPSPEED = Interpreter(
+    "deepspeed", _OF_OPTIMIZERS, "setuptools", "deepspeed.runtime.zero.muon.muon_optimizer", DS_ACCELERATOR="cpu"
+)
 LIGHTNING = Interpreter("lightning.pytorch", _OF_OPTIMIZERS, "torch.distributed.checkpoint", "adlfs")
 TRANSFORMERS = Interpreter("transformers.trainer", _OF_OPTIMIZERS)
 STEPFAST = "-c", "from stepfast.cli import main; raise SystemExit(main())"  # as `-m stepfast.cli`
 INTERPRETERS = TORCH, DEEPSPEED, LIGHTNING, TRANSFORMERS
+
+
+_PROGRAM = """#!/bin/sh
+case "$1 $2" in
+  "-m stepfast.launcher" | "-m stepfast.standby" | "-u "* | [!-]*) exec {fork} "$@" ;;
+  *) exec {python} "$@" ;;
+esac
+"""
 
 
 def _next_script(connection: Connection) -> Script | Request:
@@ -281,21 +295,28 @@ def _become(script: Script | Request) -> None:
     for number, stream in _streams(script).items():
         os.dup2(stream, number)
         os.close(stream)
-    first, *others = script.command
-    name, source = ("<string>", others.pop(0)) if first == "-c" else (first, Path(first).read_text())
-    sys.argv = [first, *others]
-    sys.path[0] = "" if first == "-c" else str(Path(first).resolve().parent)
     for folder in reversed(script.environment.get("PYTHONPATH", "").split(os.pathsep)):
         if folder and folder not in sys.path:
             sys.path.insert(1, folder)
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__file__ = name
     _ending.is_script = True
     try:
-        exec(compile(source, name, "exec"), main.__dict__)
+        _run(*script.command)
     except SystemExit as end:
         _ending.status = end.code
         raise
+
+
+def _run(first: str, *others: str) -> None:
+    if first == "-m":
+        sys.argv, sys.path[0] = list(others), ""
+        runpy.run_module(others[0], run_name="__main__", alter_sys=True)
+        return
+    name, source = ("<string>", others[0]) if first == "-c" else (first, Path(first).read_text())
+    sys.argv = [first, *(others[1:] if first == "-c" else others)]
+    sys.path[0] = "" if first == "-c" else str(Path(first).resolve().parent)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = name
+    exec(compile(source, name, "exec"), main.__dict__)
 
 
 class _Ending:

@@ -11,7 +11,7 @@ import torch
 
 from interpreters import TORCH
 
-RANKS_ARE_FORKS_OF = TORCH
+RUNS_ARE_FORKS_OF = TORCH
 
 # Between the documentation's lines is only what a script needs around them.
 DOCUMENT = """

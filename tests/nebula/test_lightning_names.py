@@ -10,7 +10,7 @@ from typing import Any
 
 from interpreters import LIGHTNING
 
-RANKS_ARE_FORKS_OF = LIGHTNING
+RUNS_ARE_FORKS_OF = LIGHTNING
 
 TRAINING = """
 import json, os, signal, sys, warnings

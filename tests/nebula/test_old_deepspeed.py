@@ -13,7 +13,7 @@ import pytest
 
 from interpreters import TORCH
 
-RANKS_ARE_FORKS_OF = TORCH
+RUNS_ARE_FORKS_OF = TORCH
 
 RELEASE = "0.19.6"
 CACHE = Path(__file__).parents[2] / ".stepfast" / "cache" / f"deepspeed-{RELEASE}"
