@@ -212,8 +212,8 @@ class Interpreter:
 
 
 _OF_OPTIMIZERS = "torch._dynamo"  # the first of a process imports it
-# Behind frameworks comes what they import as they are used: Lightning for storages, DeepSpeed for its operators and, with
-# ZeRO, for an optimizer that is compiled.
+# Behind frameworks comes what they import as they are used: Lightning for storages, DeepSpeed for its operators and,
+# with ZeRO, for an optimizer that is compiled.
 TORCH = Interpreter("torch", _OF_OPTIMIZERS)
 DEEPSPEED = Interpreter(
     "deepspeed", _OF_OPTIMIZERS, "setuptools", "deepspeed.runtime.zero.muon.muon_optimizer", DS_ACCELERATOR="cpu"
