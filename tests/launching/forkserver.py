@@ -32,11 +32,12 @@ def serve(listener: socket.socket, control: Connection) -> Request:
     """Returns in forks alone, each with what it is to run. On `control` anything that is said is answered by the
     processor time, in seconds, of those that have ended; once it is closed, so is everything here.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for whoever began this
     is_served, serving = os.pipe()  # closed with this process: none of its forks outlives it
     keepers: set[int] = set()
     while True:
-        ready, _, _ = select.select([listener, control], [], [])
-        if control in ready:
+        ready, _, _ = select.select([listener.fileno(), control.fileno()], [], [])
+        if control.fileno() in ready:
             try:
                 control.recv()
             except EOFError:
@@ -47,7 +48,7 @@ def serve(listener: socket.socket, control: Connection) -> Request:
             keepers = {keeper for keeper in keepers if not os.waitpid(keeper, os.WNOHANG)[0]}
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             control.send(used.ru_utime + used.ru_stime)
-        if listener in ready:
+        if listener.fileno() in ready:
             client, _ = listener.accept()
             keeper = os.fork()
             if keeper:
@@ -69,6 +70,7 @@ def _kept(client: socket.socket, is_served: int) -> Request:
     if not pid:
         client.close()
         os.close(is_served)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         told = json.loads(said)
         return Request(
             command=tuple(told["command"]), folder=Path(told["folder"]), environment=told["environment"],
@@ -80,14 +82,14 @@ def _kept(client: socket.socket, is_served: int) -> Request:
         os.setpgid(pid, pid)
     ended = os.pidfd_open(pid)
     while True:
-        ready, _, _ = select.select([ended, client, is_served], [], [])
+        ready, _, _ = select.select([ended, client.fileno(), is_served], [], [])
         if ended in ready:
             break
-        number = client.recv(1) if client in ready else b""
+        number = client.recv(1) if client.fileno() in ready else b""
         os.killpg(pid, number[0] if number else signal.SIGKILL)
         if not number:
             break
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with suppress(BrokenPipeError):  # nobody waits for it any more
+    with suppress(ConnectionError):  # nobody waits for it any more
         client.send(str(code).encode())
     os._exit(0)
