@@ -212,13 +212,11 @@ class Interpreter:
 
 
 _OF_OPTIMIZERS = "torch._dynamo"  # the first of a process imports it
-# Behind frameworks comes what they import as they are used: Lightning for storages, DeepSpeed for its operators and,
-# with ZeRO, for an optimizer that is compiled.
-TORCH = Interpreter("torch", _OF_OPTIMIZERS)
-DEEPSPEED = Interpreter(
-    "deepspeed", _OF_OPTIMIZERS, "setuptools", "deepspeed.runtime.zero.muon.muon_optimizer", DS_ACCELERATOR="cpu"
-)
-LIGHTNING = Interpreter("lightning.pytorch", _OF_OPTIMIZERS, "torch.distributed.checkpoint", "adlfs")
+_OF_ZERO = "torch._inductor.compile_fx"  # with ZeRO DeepSpeed has an optimizer that is compiled
+# Behind frameworks comes what else they import as they are used: Lightning for storages, DeepSpeed for its operators.
+TORCH = Interpreter("torch", _OF_OPTIMIZERS, _OF_ZERO)
+DEEPSPEED = Interpreter("deepspeed", _OF_OPTIMIZERS, _OF_ZERO, "setuptools", DS_ACCELERATOR="cpu")
+LIGHTNING = Interpreter("lightning.pytorch", _OF_OPTIMIZERS, _OF_ZERO, "torch.distributed.checkpoint", "adlfs")
 TRANSFORMERS = Interpreter("transformers.trainer", _OF_OPTIMIZERS)
 STEPFAST = "-c", "from stepfast.cli import main; raise SystemExit(main())"  # as `-m stepfast.cli`
 INTERPRETERS = TORCH, DEEPSPEED, LIGHTNING, TRANSFORMERS
