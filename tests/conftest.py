@@ -204,9 +204,11 @@ def train(bench: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, load_module: Callable[[str], Any]) -> Iterator[Any]:
-    """`runs.Runs`: `stepfast run` in the test's folder."""
-    made = load_module("runs").Runs(tmp_path)
+def runs(tmp_path: Path, load_module: Callable[[str], Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+    """`runs.Runs`: `stepfast run` in the test's folder. Where the test's module says of what, its launchers and ranks
+    are forks.
+    """
+    made = load_module("runs").Runs(tmp_path, forks_of=getattr(request.module, "RUNS_ARE_FORKS_OF", None))
     yield made
     made.end()
 

@@ -14,6 +14,8 @@ from interpreters import DEEPSPEED
 from smallengines import BEGIN, found
 from stepfast.storage import open_store
 
+RUNS_ARE_FORKS_OF = DEEPSPEED
+
 KILLED = (
     BEGIN
     + """
