@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := .stepfast/demo
 
-.PHONY: venv demo test test-thorough test-cluster programs images check lint bench bench-core bench-quick bench-frameworks bench-anatomy bench-elastic simulate bench-cluster bench-scale chaos chaos-cluster soak constraints crds protos reference clean
+.PHONY: venv bytecode demo test test-thorough test-cluster programs images check lint bench bench-core bench-quick bench-frameworks bench-anatomy bench-elastic simulate bench-cluster bench-scale chaos chaos-cluster soak constraints crds protos reference clean
 
 venv: $(READY)
 
@@ -18,6 +18,10 @@ $(READY): constraints.txt requirements-dev.in trainer-sdk/pyproject.toml sidecar
 	DS_BUILD_OPS=0 VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode --constraint constraints.txt \
 		--build-constraint constraints.txt -r requirements-dev.in
 	@touch $(READY)
+
+# Of ours, too, which the tests' many processes share.
+bytecode: venv
+	@$(BIN)/python -m compileall -q operator/src sidecar/src trainer-sdk/src
 
 # Trains a small GPT on two ranks, kills one half-way, and shows that nothing is lost.
 demo: venv
@@ -32,16 +36,16 @@ demo: venv
 # share take it from each other.
 PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: venv
+test: bytecode
 	$(NICE) $(PYTEST)
 
 # Cases that take long and vary others (tests/thorough.txt).
-test-thorough: venv programs images
+test-thorough: bytecode programs images
 	$(PYTEST) --thorough
 	$(BIN)/python -m pytest tests/cluster --thorough
 
 # On a real Kubernetes: pods, nodes that are lost, the chart and the images. Needs root and Debian's containerd (.ci/run).
-test-cluster: venv programs images
+test-cluster: bytecode programs images
 	$(BIN)/python -m pytest tests/cluster
 
 # Kubernetes and helm, built from Go modules: minutes once, then from the cache. Where that cannot be, tests say so.

@@ -72,6 +72,15 @@ def _processor_seconds() -> float:
 _told_seconds = _processor_seconds()
 
 
+def _machine_ticks() -> tuple[int, int]:
+    """How long this machine's processors have had nothing to do, and all of their time."""
+    user, nice, system, idle, waiting, *others = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    return idle + waiting, user + nice + system + idle + waiting + sum(others)
+
+
+_first_ticks = _machine_ticks()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """What was used since the last report is that one's: on processors that are shared, time alone says little."""
@@ -89,7 +98,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for reports in terminalreporter.stats.values():
         for report in reports:
             costs[report.nodeid.partition("::")[0]] += dict(getattr(report, "user_properties", ())).get(COST, 0.0)
-    terminalreporter.section(f"{sum(costs.values()):.0f} s of processors, most of it by")
+    idle, whole = (now - first for now, first in zip(_machine_ticks(), _first_ticks, strict=True))
+    seconds, busy = sum(costs.values()), 1 - idle / max(whole, 1)
+    terminalreporter.section(f"{seconds:.0f} s of processors (this machine's were {busy:.0%} busy), most of it by")
     for file, seconds in costs.most_common(config.option.costs):
         terminalreporter.line(f"{seconds:8.1f} s {file}")
 
@@ -193,9 +204,11 @@ def train(bench: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, load_module: Callable[[str], Any]) -> Iterator[Any]:
-    """`runs.Runs`: `stepfast run` in the test's folder."""
-    made = load_module("runs").Runs(tmp_path)
+def runs(tmp_path: Path, load_module: Callable[[str], Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+    """`runs.Runs`: `stepfast run` in the test's folder. Where the test's module says of what, its launchers and ranks
+    are forks.
+    """
+    made = load_module("runs").Runs(tmp_path, forks_of=getattr(request.module, "RUNS_ARE_FORKS_OF", None))
     yield made
     made.end()
 

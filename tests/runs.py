@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from interpreters import Interpreter
 from stepfast import catalog
 from stepfast.storage import open_store
 
@@ -27,15 +28,23 @@ SECONDS = 300
 class Runs:
     """Jobs in one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, forks_of: Interpreter | None = None) -> None:
+        """`forks_of`: has what launchers and ranks import; by default each of them is a python of its own."""
         self.folder = folder
+        self._forks_of = forks_of
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
         """Begins `stepfast run` with these arguments."""
+        stepfast = ["-m", "stepfast.cli"]
+        if self._forks_of is not None:
+            python = self._forks_of.program
+            environment = {"PYTHON_EXEC": python, **environment}  # by which torchrun asks for the ranks'
+            lines = f"import sys; sys.executable = {python!r}; from stepfast.cli import main; raise SystemExit(main())"
+            stepfast = ["-c", lines]
         with open(self.folder / "run.log", "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "stepfast.cli", "run", "--summary", "summary.json", *arguments],
+                [sys.executable, *stepfast, "run", "--summary", "summary.json", *arguments],
                 cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**os.environ, **environment},
             )  # fmt: skip

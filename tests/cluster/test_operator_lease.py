@@ -26,6 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DURATION_SECONDS", 3.0)
     monkeypatch.setattr(module, "FENCE_SECONDS", 2.0)
     monkeypatch.setattr(module, "_RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.6)
 
 
 class Stage:
@@ -38,6 +39,9 @@ class Stage:
 
     async def holder(self) -> str:
         return str((await self.kube.get(self.path))["spec"].get("holderIdentity"))
+
+    async def renewed(self) -> str:
+        return str((await self.kube.get(self.path))["spec"]["renewTime"])
 
 
 def play(api: KubernetesClient, scenario: Callable[[Stage], Awaitable[None]]) -> None:
@@ -112,7 +116,22 @@ def test_same_pod_goes_on_at_once(api_server: KubernetesClient) -> None:
     play(api_server, scenario)
 
 
-@pytest.mark.parametrize("way", ["stall", "cut"])
+def test_holder_whose_connection_has_died_without_a_word_stays_the_holder(api_server: KubernetesClient) -> None:
+    async def scenario(stage: Stage) -> None:
+        async with contending(Lease(stage.far, stage.namespace, "far")) as far:
+            await asyncio.wait_for(far.held.wait(), 20)
+            stage.wire.stall()
+            loop = asyncio.get_running_loop()
+            begin, renewed = loop.time(), await stage.renewed()
+            while loop.time() - begin < module.DURATION_SECONDS:
+                assert acts(far)
+                await asyncio.sleep(0.02)
+            assert await stage.renewed() > renewed
+
+    play(api_server, scenario)
+
+
+@pytest.mark.parametrize("way", ["silence", "cut"])
 def test_holder_that_cannot_renew_stops_before_another_one_acts(api_server: KubernetesClient, way: str) -> None:
     async def scenario(stage: Stage) -> None:
         async with contending(Lease(stage.far, stage.namespace, "far")) as far:

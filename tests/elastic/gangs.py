@@ -5,6 +5,7 @@ They are forked from a server that has torch already; what does not end in time 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -23,7 +24,7 @@ import torch.distributed as dist
 SECONDS = 240
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "stepfast.torch.elastic_pipeline"])
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "stepfast.torch.elastic_pipeline", "pytest"])
 
 
 def run_gang(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -98,6 +99,7 @@ def _said(pipe: Connection) -> tuple[str, Any]:
 def _rank(
     pipe: Connection, store: Path, place: tuple[int, int], function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what the server had is no garbage of this process: to look through it copies its pages
     torch.set_num_threads(1)
     rank, world_size = place
     try:

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from interpreters import TORCH
+
+RUNS_ARE_FORKS_OF = TORCH
+
 FOLDER = Path(__file__).parents[2] / "examples" / "elastic_pipeline"
 # What is decided by the clock is given: then a run that was killed ends where one that was not does, to the bit.
 ELASTIC = [

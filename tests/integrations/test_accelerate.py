@@ -12,6 +12,8 @@ import pytest
 
 from interpreters import TRANSFORMERS
 
+RUNS_ARE_FORKS_OF = TRANSFORMERS
+
 # Shuffled data, dropout, a schedule, an object of one's own, a hook; in the middle of epochs and at their ends. The
 # attempt that ends trains once more, undisturbed, by Accelerate alone.
 TRAINING = """

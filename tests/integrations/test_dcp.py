@@ -13,6 +13,8 @@ from safetensors import safe_open
 
 from interpreters import TORCH
 
+RUNS_ARE_FORKS_OF = TORCH
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp2" / "train.py"
 TENSOR = ("--tensor-parallel", "2")
 

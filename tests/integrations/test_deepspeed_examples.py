@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from interpreters import DEEPSPEED
+
+RUNS_ARE_FORKS_OF = DEEPSPEED
+
 FOLDER = Path(__file__).parents[2] / "examples" / "deepspeed"
 GPU = {"fp16"}
 CONFIGURATIONS = sorted(path.stem for path in FOLDER.glob("*.json"))

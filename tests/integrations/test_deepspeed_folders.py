@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from interpreters import DEEPSPEED
 from smallengines import BEGIN, found, save_by_deepspeed
+
+RUNS_ARE_FORKS_OF = DEEPSPEED
 
 TWO = """
 engine, other = make(1.0, num_of_version_in_retention=2), make(2.0, num_of_version_in_retention=2)

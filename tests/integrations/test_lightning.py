@@ -14,6 +14,8 @@ import torch
 
 from interpreters import LIGHTNING
 
+RUNS_ARE_FORKS_OF = LIGHTNING
+
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning" / "train.py"
 

@@ -11,6 +11,8 @@ import pytest
 
 from interpreters import LIGHTNING
 
+RUNS_ARE_FORKS_OF = LIGHTNING
+
 BEGIN = """
 import json, os, shutil, signal, sys, warnings
 warnings.filterwarnings("ignore")

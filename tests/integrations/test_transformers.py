@@ -13,6 +13,8 @@ import pytest
 
 from interpreters import TRANSFORMERS
 
+RUNS_ARE_FORKS_OF = TRANSFORMERS
+
 # Shuffled data, dropout, a schedule, evaluation with a best model; all of it Trainer's own. The attempt that ends
 # trains once more, undisturbed, by the plain Trainer.
 TRAINING = """

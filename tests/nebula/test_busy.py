@@ -12,7 +12,7 @@ from stepfast.storage import open_store
 
 # Every rank saves 4 MiB of its own; the agent has memory for two checkpoints.
 TRAINING = """
-import ctypes, json, os, sys
+import json, os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 import stepfast.nebula as nm
@@ -33,18 +33,17 @@ def on_rank_0(*actions):
         action()
     dist.barrier()
 
-def exchange(one, other):  # at once: the agent, which writes on, would make anew what is gone for a moment
-    RENAME_EXCHANGE, CURRENT_FOLDER = 2, -100
-    names = os.fsencode(one), os.fsencode(other)
-    assert ctypes.CDLL(None).renameat2(CURRENT_FOLDER, names[0], CURRENT_FOLDER, names[1], RENAME_EXCHANGE) == 0
+def turn_to(target):  # at once: the agent, which writes on, would make anew what is gone for a moment
+    link = Path("link")
+    link.symlink_to(Path(target).absolute())
+    link.replace(job)
 
 outcomes = [save(1)]
 nm.flush_persistence()
 dist.barrier()
-Path("aside").touch()
-on_rank_0(lambda: exchange(job, "aside"))  # a file: nothing can be persisted
+on_rank_0(lambda: turn_to("file"))  # nothing can be persisted
 outcomes += [save(step) for step in range(2, 7)]
-on_rank_0(lambda: exchange(job, "aside"))
+on_rank_0(lambda: turn_to("folder"))
 nm.flush_persistence()
 outcomes += [save(7), save(8)]  # of which one may be skipped: ranks decide upon what they knew when they last met
 for step, saved in enumerate(outcomes, 1):
@@ -63,8 +62,13 @@ def test_what_does_not_fit_is_committed_by_no_rank_and_the_rest_by_all(
 ) -> None:
     node = start_node((tmp_path / "storage").as_uri(), memory_limit=20 << 20)
     (tmp_path / "train.py").write_text(TRAINING)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    job = tmp_path / "storage" / str(bench.JOB)
+    job.parent.mkdir(parents=True)
+    job.symlink_to(tmp_path / "folder")
     done = TORCH.run_gang(
-        2, ["train.py", str(tmp_path / "storage" / str(bench.JOB))], cwd=tmp_path,
+        2, ["train.py", str(job)], cwd=tmp_path,
         env={**node.rank_environment(), "STEPFAST_SETTINGS": '{"onBusy": "Skip", "maxToKeep": 0, "node": 0}'},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

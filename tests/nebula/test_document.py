@@ -11,6 +11,8 @@ import torch
 
 from interpreters import TORCH
 
+RUNS_ARE_FORKS_OF = TORCH
+
 # Between the documentation's lines is only what a script needs around them.
 DOCUMENT = """
 import json, torch

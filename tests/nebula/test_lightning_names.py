@@ -10,6 +10,8 @@ from typing import Any
 
 from interpreters import LIGHTNING
 
+RUNS_ARE_FORKS_OF = LIGHTNING
+
 TRAINING = """
 import json, os, signal, sys, warnings
 warnings.filterwarnings("ignore")

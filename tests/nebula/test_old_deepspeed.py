@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from interpreters import TORCH
+
+RUNS_ARE_FORKS_OF = TORCH
+
 RELEASE = "0.19.6"
 CACHE = Path(__file__).parents[2] / ".stepfast" / "cache" / f"deepspeed-{RELEASE}"
 

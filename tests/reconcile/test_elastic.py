@@ -313,6 +313,58 @@ def test_grown_gang_for_which_the_place_is_gone_goes_on_as_before(world: Any) ->
     assert sizes(world) == [2, 3, 2]
 
 
+def grow(world: Any, *, is_there_place: bool) -> None:
+    """A spare finds a place, and the gang that is launched for it either finds it, too, or goes on as small."""
+    world.look()
+    assert len(world.spares) == 1
+    spares(world, "node-2")
+    world.relaunched()
+    if not is_there_place:
+        without_place(world, 2)
+        world.relaunched()
+        without_place(world)
+    train(world)
+
+
+def held_seconds(world: Any) -> float:
+    """For how long the gang, which has committed a step, trains before a spare waits for a place."""
+    begin = world.status.current.first_step_time
+    while not world.spares:
+        assert world.now - begin < 10_000
+        world.advance(5)
+        world.make_step(world.status.current.newest_step + 1)
+        world.settle()
+    return world.now - begin
+
+
+def test_tries_to_grow_that_fail_one_after_another_come_more_and_more_seldom(world: Any) -> None:
+    grow(world, is_there_place=False)
+    for expected in (120, 240, 480):
+        grow(world, is_there_place=False)
+        assert world.spares == []
+        explained = text_of(explain(world.status, limits_of(world.spec), Surroundings(), world.now))
+        assert "in a row there was no place for all pods of a gang, the largest of 3 nodes" in explained
+        assert expected <= held_seconds(world) <= expected + 30
+    assert set(sizes(world)) == {2, 3}
+    for _ in range(4):
+        held_seconds(world)
+        grow(world, is_there_place=False)
+    assert 3600 <= held_seconds(world) <= 3630, "an hour at most"
+
+
+def test_try_to_grow_that_succeeds_makes_up_for_those_that_failed(world: Any) -> None:
+    for _ in range(2):
+        grow(world, is_there_place=False)
+    held_seconds(world)
+    grow(world, is_there_place=True)
+    assert sizes(world)[-1] == 3
+    lose(world)
+    world.relaunched()
+    without_place(world)
+    train(world)
+    assert held_seconds(world) < 30
+
+
 def test_exclusion_leaves_as_many_nodes_as_the_gang_may_have_at_least(make_world: MakeWorld) -> None:
     world = make_world(trainer=trainer(2), elasticPolicy={"minNodes": 1}, nodeExclusionPolicy={"maxFailuresPerNode": 1})
     world.nodes = ("node-0", "node-1")

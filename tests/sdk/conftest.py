@@ -344,8 +344,9 @@ class Launcher:
         self, script: str | Path, *arguments: str, ranks: int, agent: RunningAgent | None = None, attempt: int = 1,
         **variables: str,
     ) -> subprocess.Popen[str]:  # fmt: skip
-        """Begins it under torchrun."""
+        """Begins it under torchrun, whose ranks are forks."""
         path = script if isinstance(script, Path) else self.write(script)
+        variables = {"PYTHON_EXEC": TORCH.program, **variables}
         command = [
             sys.executable,
             "-m",

@@ -229,7 +229,7 @@ def train(rank, path, first):
 if __name__ == "__main__":
     for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(key, None)
-    mp.spawn(train, (os.path.abspath("meet"), sys.argv[1]), nprocs=2)
+    mp.start_processes(train, (os.path.abspath("meet"), sys.argv[1]), nprocs=2, start_method="fork")
 """
 
 

@@ -102,6 +102,8 @@ class PlanAttempt:
     run: str
     resume_step: int
     nodes: int
+    shrinks: int
+    shrunk_from: int
     progress_step: int | None  # what a later step must exceed to count as progress
     after: Cause | None  # None: the first attempt
     counted: bool

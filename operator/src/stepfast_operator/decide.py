@@ -240,11 +240,14 @@ def _plan(observed: Observed) -> Decision:
         failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=start.unavailable)
         return _decision("there is nothing to start from", failed)
     number, exclude = status.attempt + 1, exclusion.exclusion_of(observed)
+    shrinks, shrunk_from = elastic.shrinks_of_next(observed)
     plan = PlanAttempt(
         attempt=number,
         run=run_id(observed.uid, number),
         resume_step=start.step,
         nodes=elastic.size_of_next(observed),
+        shrinks=shrinks,
+        shrunk_from=shrunk_from,
         progress_step=start.progress_step,
         after=cause,
         counted=counted,

@@ -22,6 +22,9 @@ DURATION_SECONDS = 20.0
 # gives a change of an object less than the rest of it).
 FENCE_SECONDS = 10.0
 _RENEW_SECONDS = 2.0
+# A connection may have died without a word, which a renewal, the most frequent request, is the first to meet: what is
+# not answered by then is asked once more, on another connection, while the Lease is still ours.
+_LOOK_SECONDS = 3.0
 # A change that the API server takes later than that could meet another operator's. The renewals of the Lease alone
 # would keep a connection open for each second that an unused one is kept.
 PATIENCE = Patience(connect_seconds=10.0, read_seconds=30.0, change_seconds=9.0, idle_seconds=2 * _RENEW_SECONDS)
@@ -55,12 +58,14 @@ class Lease:
     async def run(self) -> None:
         """Acquires and renews the Lease; returns when it was lost or given up."""
         while not (self.is_lost or self._is_over):
+            pause = _RENEW_SECONDS
             try:
                 async with self._busy:
                     await self._renew()
             except KubeError as error:
                 log.warning("the Lease was not renewed: %s", error)
-            await asyncio.sleep(_RENEW_SECONDS)
+                pause /= 4
+            await asyncio.sleep(pause)
         if not self._is_over:
             log.error("the Lease was lost")
 
@@ -92,7 +97,7 @@ class Lease:
     async def _try(self) -> bool:
         """Takes or renews it; False when another one has it, or was faster."""
         try:
-            lease = await self._kube.get(self._path)
+            lease = await self._kube.get(self._path, within_seconds=_LOOK_SECONDS)
         except NotFound:
             return await self._create()
         spec = lease.get("spec") or {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stepfast_operator.limits import Limits
-from stepfast_operator.policies import queueing
+from stepfast_operator.policies import elastic, queueing
 from stepfast_operator.policies.restart import UNCOUNTED, backoff_seconds, has_progress
 from stepfast_operator.record import Attempt, State, Status
 from stepfast_operator.sentences import count_text, span_text
@@ -92,6 +92,12 @@ def _deadlines(status: Status, current: Attempt, limits: Limits, now: float) -> 
     elif limits.elastic_policy is not None and status.nodes.desired < limits.max_nodes:
         most = count_text(limits.max_nodes, "node")
         yield f"the gang grows, to at most {most}, when a step of it is committed and there is place (elasticPolicy)"
+        until = elastic.held_until(limits.elastic_policy, current)
+        if until is not None and until > now:
+            yield (
+                f"it tries to in {span_text(until - now)}: {count_text(current.shrinks, 'time')} in a row there was "
+                f"no place for all pods of a gang, the largest of {count_text(current.shrunk_from, 'node')}"
+            )
     last = current.steady_step_time or current.newest_step_time
     if status.is_gang_up and last is not None:
         policy = limits.progress_policy

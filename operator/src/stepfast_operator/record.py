@@ -245,6 +245,8 @@ class Attempt:
     resume_step: int  # 0: from scratch
     planned_time: float
     nodes: int = 0  # 0: not noted, by an operator that knew of no other number than `numNodes`
+    shrinks: int = 0  # how often, one after another, there was no place for a whole gang
+    shrunk_from: int = 0  # the nodes of the largest of these gangs
     step_before: int | None = None  # where training stood when it was planned
     step_seconds_before: float = 0.0  # how long a step took in the attempt before it
     in_place_restarts: int = 0  # the times below are those since the last of them

@@ -273,6 +273,8 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
         resume_step=plan.resume_step,
         planned_time=now,
         nodes=plan.nodes,
+        shrinks=plan.shrinks,
+        shrunk_from=plan.shrunk_from,
         step_before=plan.resume_step if ended is None else ended.reached_step,
         step_seconds_before=0.0 if ended is None else ended.step_seconds,
     )

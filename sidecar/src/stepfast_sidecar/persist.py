@@ -28,7 +28,7 @@ from stepfast.layout import (
     part_path,
     step_folder,
 )
-from stepfast.makingroom import make_room
+from stepfast.makingroom import make_room, remove_halves
 from stepfast.ranks import EVERY_RANK
 from stepfast.storage.base import Store
 from stepfast_sidecar.copies import Copies
@@ -178,9 +178,7 @@ class JobPersister:
         return file
 
     def _begin(self, path: str, slot: SlotRef, chunk_bytes: int) -> FileUpload:
-        """An upload of the slot's file. Where there is no room for it, what a persister that was killed left of the
-        same file is removed: it may hold that room, and no commit that sweeps it would come. A file has one writer.
-        """
+        """An upload of the slot's file, also where what is left of an earlier one holds the room for it."""
 
         def begin() -> FileUpload:
             return FileUpload(
@@ -191,13 +189,8 @@ class JobPersister:
         try:
             return begin()
         except StorageFull:
-            whole = join(self._folder, path)
-            folder, _, file = whole.rpartition("/")
-            left = [name for name, target in self._store.list_temporary(folder) if target == file]
-            if not left:
+            if not remove_halves(self._store, self._folder, path):
                 raise
-            for name in left:
-                self._store.delete(join(folder, name))
             return begin()
 
     def persist_window(

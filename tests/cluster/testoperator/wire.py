@@ -14,7 +14,7 @@ class Wire:
 
     def __init__(self, host: str, port: int) -> None:
         self._target = host, port
-        self._is_cut = False
+        self._is_cut = self._is_silent = False
         self._open: dict[asyncio.Task[None], asyncio.Event] = {}
         self.accepted = 0
         self.url = ""
@@ -35,13 +35,19 @@ class Wire:
         for passing in self._open.values():
             passing.clear()
 
+    def silence(self) -> None:
+        """New connections are silent, too."""
+        self._is_silent = True
+        self.stall()
+
     def cut(self) -> None:
         """Every connection ends, and new ones end at once."""
         self._is_cut = True
         self._hang_up()
 
     def mend(self) -> None:
-        self._is_cut = False
+        """New connections work."""
+        self._is_cut = self._is_silent = False
 
     def _hang_up(self) -> None:
         for task in self._open:
@@ -55,7 +61,8 @@ class Wire:
         task = asyncio.current_task()
         assert task is not None
         passing = self._open[task] = asyncio.Event()
-        passing.set()
+        if not self._is_silent:
+            passing.set()
         try:
             with suppress(OSError, asyncio.CancelledError):
                 await self._connect(reader, writer, passing)

@@ -189,9 +189,9 @@ class Kube:
     async def close(self) -> None:
         await self._api.close()  # type: ignore[no-untyped-call] # theirs
 
-    async def get(self, path: str, **query: str) -> JSON:
-        """An object or a list. Raises KubeError."""
-        return await self._request("GET", path, query)
+    async def get(self, path: str, *, within_seconds: float | None = None, **query: str) -> JSON:
+        """An object or a list; no answer within so long is none (default: `read_seconds`). Raises KubeError."""
+        return await self._request("GET", path, query, seconds=within_seconds)
 
     def pages(self, path: str, fields: Fields = ALL_FIELDS, /, **query: str) -> AsyncGenerator[Page, None]:
         """All objects of a kind, a page at a time. Raises Expired when that took too long, other KubeErrors."""
@@ -270,12 +270,13 @@ class Kube:
         query: Mapping[str, str],
         body: JSON = None,
         *,
+        seconds: float | None = None,
         content_type: str = _JSON,
         accept: str = _JSON,
         read: Callable[[bytes], T] = ALL_FIELDS.read,
     ) -> T:
         patience = self._patience
-        seconds = patience.read_seconds if method == "GET" else patience.change_seconds
+        seconds = seconds or (patience.read_seconds if method == "GET" else patience.change_seconds)
         timeout = aiohttp.ClientTimeout(total=seconds, connect=patience.connect_seconds)
         begin = time.monotonic()
         try:

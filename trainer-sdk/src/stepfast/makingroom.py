@@ -1,6 +1,9 @@
-"""Room in a storage that is full, for a job's newest attempt: what earlier attempts left of steps that are not whole.
+"""Room in a storage that is full, for a job's newest attempt: what is left of a file that is uploaded anew, and what
+earlier attempts left of steps that are not whole.
 
 Usually a commit has such leftovers swept (`catalog.retain`). In a full storage none may come any more.
+
+A file has one writer: who begins it anew may remove the halves of it.
 
 An agent may still be at work for an earlier attempt, and no step that it commits may lack a file. Temporary files may
 go at any time: who is still writing one is told so, and begins it again. Files that have their name go only where some
@@ -28,6 +31,17 @@ class _Withdrawn:
     folder: str
     run: str
     parts: Mapping[str, bytes]
+
+
+def remove_halves(store: Store, folder: str, path: str) -> bool:
+    """Removes what uploads that were not finished, as those of a persister that was killed, left of the file at `path`
+    in the job's folder; whether there was any. Nobody may be uploading it. Raises StorageError.
+    """
+    within, _, file = join(folder, path).rpartition("/")
+    halves = [name for name, target in store.list_temporary(within) if target == file]
+    for name in halves:
+        store.delete(join(within, name))
+    return bool(halves)
 
 
 def make_room(

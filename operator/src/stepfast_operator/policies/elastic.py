@@ -15,10 +15,12 @@ from stepfast_operator.observed import Intent, Observed, Spare, Worker
 from stepfast_operator.policies import exclusion
 from stepfast_operator.record import Attempt, Cause, Leaving, Status, Verdict
 from stepfast_operator.sentences import count_text
-from stepfast_operator.spec import TrainingSpec
+from stepfast_operator.spec import ElasticPolicy, TrainingSpec
 
 # Nodes come in groups: a gang that has grown by the first of them is not to be stopped for the second.
 SETTLE_SECONDS = 10.0
+_MOST_HELD_SECONDS = 3600.0
+_MOST_DOUBLINGS = 16  # more change nothing, and would in the end be no number any more
 
 
 def size_of(attempt: Attempt, spec: TrainingSpec) -> int:
@@ -36,6 +38,32 @@ def size_of_next(observed: Observed) -> int:
         left_for = current.leaving.nodes if current.leaving is not None else None
         wanted = left_for or size_of(current, spec)
     return min(max(wanted, spec.min_nodes), spec.max_nodes)
+
+
+def shrinks_of_next(observed: Observed) -> tuple[int, int]:
+    """`shrinks` and `shrunk_from` of the next attempt: those of the one before, until there was place for as many."""
+    spec, current = observed.spec, observed.status.current
+    if spec.elastic_policy is None or current is None or current.verdict is Verdict.SUSPEND:
+        return 0, 0
+    size = size_of(current, spec)
+    if current.pods_ready_time is not None or current.in_place_restarts > 0:
+        return (0, 0) if size >= current.shrunk_from else (current.shrinks, current.shrunk_from)
+    if current.leaving is not None and current.leaving.nodes is not None and current.leaving.nodes < size:
+        return current.shrinks + 1, max(size, current.shrunk_from)
+    return current.shrinks, current.shrunk_from
+
+
+def held_until(policy: ElasticPolicy, attempt: Attempt) -> float | None:
+    """Until when the gang does not try to grow, once it trains.
+
+    A place that a spare finds may be none for the gang's own pods, which have volumes that not every node reaches, or
+    it may be taken in between. Each try that fails costs the gang `scaleDownTimeoutSeconds`: after the second one in a
+    row it trains for twice as long before the next, then for four times, and so on.
+    """
+    if attempt.shrinks < 2 or attempt.first_step_time is None:
+        return None
+    held = policy.scale_down_timeout_seconds * 2.0 ** min(attempt.shrinks - 1, _MOST_DOUBLINGS)
+    return attempt.first_step_time + min(held, max(_MOST_HELD_SECONDS, policy.scale_down_timeout_seconds))
 
 
 def may_grow(spec: TrainingSpec, status: Status) -> bool:
@@ -57,6 +85,8 @@ def next_check_seconds(observed: Observed, attempt: Attempt) -> float | None:
         return None
     waits = [_patience_left(observed, attempt)] if _is_waiting_for_places(observed, attempt) else []
     waits += [time + SETTLE_SECONDS - observed.now for time in _placed_times(_usable(observed))]
+    if (held := _held_seconds(observed, attempt)) > 0:
+        waits.append(held)
     return min(waits, default=None)
 
 
@@ -133,10 +163,19 @@ def _wanted(observed: Observed) -> int:
     attempt, persisted = observed.status.open_attempt, observed.status.checkpoint.latest_persisted_step
     if attempt is None or _is_at_rest(observed) or not may_grow(observed.spec, observed.status):
         return 0
+    if _held_seconds(observed, attempt) > 0:
+        return 0
     is_training = attempt.first_step_time is not None and attempt.succeeded_time is None
     if not is_training or attempt.suspending_time is not None or (persisted or 0) <= attempt.start_step:
         return 0
     return observed.spec.max_nodes - size_of(attempt, observed.spec)
+
+
+def _held_seconds(observed: Observed, attempt: Attempt) -> float:
+    """For how long it does not try to grow, from now on."""
+    policy = observed.spec.elastic_policy
+    until = held_until(policy, attempt) if policy is not None else None
+    return until - observed.now if until is not None else 0.0
 
 
 def _with_room(observed: Observed, attempt: Attempt) -> Leaving | None:
