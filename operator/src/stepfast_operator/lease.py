@@ -97,7 +97,7 @@ class Lease:
     async def _try(self) -> bool:
         """Takes or renews it; False when another one has it, or was faster."""
         try:
-            lease = await self._kube.get(self._path, within_seconds=_LOOK_SECONDS)
+            lease = await self._kube.get(self._path, _LOOK_SECONDS)
         except NotFound:
             return await self._create()
         spec = lease.get("spec") or {}

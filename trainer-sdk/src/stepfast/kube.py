@@ -189,7 +189,7 @@ class Kube:
     async def close(self) -> None:
         await self._api.close()  # type: ignore[no-untyped-call] # theirs
 
-    async def get(self, path: str, *, within_seconds: float | None = None, **query: str) -> JSON:
+    async def get(self, path: str, within_seconds: float | None = None, /, **query: str) -> JSON:
         """An object or a list; no answer within so long is none (default: `read_seconds`). Raises KubeError."""
         return await self._request("GET", path, query, seconds=within_seconds)
 
