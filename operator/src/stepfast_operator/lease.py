@@ -23,7 +23,8 @@ DURATION_SECONDS = 20.0
 FENCE_SECONDS = 10.0
 _RENEW_SECONDS = 2.0
 # A connection may have died without a word, which a renewal, the most frequent request, is the first to meet: what is
-# not answered by then is asked once more, on another connection, while the Lease is still ours.
+# not answered by then is asked once more, on another connection, while the Lease is still ours. An API server that is
+# slow has longer: to be asked twice makes it no faster.
 _LOOK_SECONDS = 3.0
 # A change that the API server takes later than that could meet another operator's. The renewals of the Lease alone
 # would keep a connection open for each second that an unused one is kept.
@@ -97,7 +98,7 @@ class Lease:
     async def _try(self) -> bool:
         """Takes or renews it; False when another one has it, or was faster."""
         try:
-            lease = await self._kube.get(self._path, _LOOK_SECONDS)
+            lease = await self._kube.get(self._path, max(_LOOK_SECONDS, 2 * self._kube.change_seconds))
         except NotFound:
             return await self._create()
         spec = lease.get("spec") or {}
