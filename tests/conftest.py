@@ -74,8 +74,10 @@ _told_seconds = _processor_seconds()
 
 def _machine_ticks() -> tuple[int, int]:
     """How long this machine's processors have had nothing to do, and all of their time."""
-    user, nice, system, idle, waiting, *others = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
-    return idle + waiting, user + nice + system + idle + waiting + sum(others)
+    with open("/proc/stat") as stat:
+        ticks = [int(field) for field in stat.readline().split()[1:9]]
+    idle, waiting = ticks[3:5]
+    return idle + waiting, sum(ticks)
 
 
 _first_ticks = _machine_ticks()

@@ -13,6 +13,7 @@ import pytest
 from interpreters import DEEPSPEED
 from smallengines import BEGIN, found
 from stepfast.storage import open_store
+from turnedfolder import TURN, lay_turned
 
 RUNS_ARE_FORKS_OF = DEEPSPEED
 
@@ -151,18 +152,13 @@ def files():
     paths = [path for path in Path("checkpoints").rglob("*") if path.is_file()]
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
 
-def turn_to(target):  # at once: the agent, which writes on, would make anew what is gone for a moment
-    link = Path("link")
-    link.symlink_to(Path(target).absolute())
-    link.replace(job)
-
 outcomes = [save(1)]
 engine.checkpoint_engine.saved.wait()
-turn_to("file")  # nothing can be persisted
+turn(job, "file")  # nothing can be persisted
 while outcomes[-1][0] and len(outcomes) < 9:
     outcomes.append(save(len(outcomes) + 1))
 latest = Path("checkpoints/latest").read_text()
-turn_to("folder")
+turn(job, "folder")
 end([outcomes, latest])
 """
 
@@ -177,13 +173,9 @@ def found_on(node: Any, folder: Path, job: str, script: str) -> Any:
 def test_where_memory_is_exhausted_and_the_job_skips_nothing_is_touched(
     start_node: Any, bench: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    job = tmp_path / "storage" / str(bench.JOB)
-    job.parent.mkdir(parents=True)
-    job.symlink_to(tmp_path / "folder")
+    lay_turned(tmp_path / "storage" / str(bench.JOB), tmp_path)
     node = start_node((tmp_path / "storage").as_uri(), memory_limit=10 << 20)
-    outcomes, latest = found_on(node, tmp_path, str(bench.JOB), BUSY)
+    outcomes, latest = found_on(node, tmp_path, str(bench.JOB), TURN + BUSY)
     saved = list(range(1, len(outcomes)))
     assert outcomes == [[True, False]] * len(saved) + [[False, True]]
     assert latest == f"global_step{saved[-1]}"

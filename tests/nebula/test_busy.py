@@ -9,6 +9,7 @@ from typing import Any
 
 from interpreters import TORCH
 from stepfast.storage import open_store
+from turnedfolder import TURN, lay_turned
 
 # Every rank saves 4 MiB of its own; the agent has memory for two checkpoints.
 TRAINING = """
@@ -33,17 +34,12 @@ def on_rank_0(*actions):
         action()
     dist.barrier()
 
-def turn_to(target):  # at once: the agent, which writes on, would make anew what is gone for a moment
-    link = Path("link")
-    link.symlink_to(Path(target).absolute())
-    link.replace(job)
-
 outcomes = [save(1)]
 nm.flush_persistence()
 dist.barrier()
-on_rank_0(lambda: turn_to("file"))  # nothing can be persisted
+on_rank_0(lambda: turn(job, "file"))  # nothing can be persisted
 outcomes += [save(step) for step in range(2, 7)]
-on_rank_0(lambda: turn_to("folder"))
+on_rank_0(lambda: turn(job, "folder"))
 nm.flush_persistence()
 outcomes += [save(7), save(8)]  # of which one may be skipped: ranks decide upon what they knew when they last met
 for step, saved in enumerate(outcomes, 1):
@@ -61,12 +57,9 @@ def test_what_does_not_fit_is_committed_by_no_rank_and_the_rest_by_all(
     start_node: Any, bench: Any, tmp_path: Path
 ) -> None:
     node = start_node((tmp_path / "storage").as_uri(), memory_limit=20 << 20)
-    (tmp_path / "train.py").write_text(TRAINING)
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "train.py").write_text(TURN + TRAINING)
     job = tmp_path / "storage" / str(bench.JOB)
-    job.parent.mkdir(parents=True)
-    job.symlink_to(tmp_path / "folder")
+    lay_turned(job, tmp_path)
     done = TORCH.run_gang(
         2, ["train.py", str(job)], cwd=tmp_path,
         env={**node.rank_environment(), "STEPFAST_SETTINGS": '{"onBusy": "Skip", "maxToKeep": 0, "node": 0}'},
