@@ -107,7 +107,7 @@ bench-cluster: venv programs images
 
 # A thousand jobs with ten thousand pods on nodes that KWOK plays; written to docs/scale.md. Fails when a goal is missed.
 bench-scale: venv programs
-	PYTHONPATH=tests/chart $(BIN)/python tests/cluster/bench_scale.py
+	PYTHONPATH=tests/chart:tests/contracts $(BIN)/python tests/cluster/bench_scale.py
 
 # 200 seeded kills at random moments and at every effect of a commit; printed, and written into their part of docs/chaos.md.
 chaos: venv
