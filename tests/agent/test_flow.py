@@ -353,7 +353,7 @@ def test_slot_of_an_earlier_run_is_no_part_of_this_run() -> None:
 
 
 def stream(flow: RunFlow, rank: int, step: int) -> tuple[dict[str, Any], list[Effect]]:
-    """The rank's file of the step goes out in one window that is less than all of it; its entry, and what came of it."""
+    """The rank's file of the step goes out in windows; its entry, and what came of the last one."""
     reserved, _ = flow.reserve(rank, ())
     assert reserved is not None
     flow.staged(rank, reserved.slot, record(rank, step, reserved.seq, window_bytes=60))
