@@ -18,7 +18,7 @@ import pytest
 
 from stepfast import catalog
 from stepfast.errors import ProtocolError, StorageUnavailable
-from stepfast.messages import Expect, Progress, Staged
+from stepfast.messages import Expect, GaveUp, Progress, Staged
 from stepfast.nodeclient import NodeClient
 from stepfast.slot import SlotState
 from stepfast.step import JobKey
@@ -138,6 +138,18 @@ def test_file_that_was_streamed_is_not_lost_with_the_persister(new_agent: Callab
 
     ranks.eventually(is_told, "the agent knows, so that nothing is in the slots")
     os.kill(agent.persisters()[JOB], signal.SIGKILL)
+    second.save(5)
+    first.wait_committed(5)
+    assert [file.rank for file in catalog.verify_step(agent.store(), JOB, 5)] == [0, 1]
+
+
+def test_file_that_was_streamed_is_not_lost_with_a_newer_step(new_agent: Callable[..., Any], ranks: Any) -> None:
+    agent = new_agent(memory_limit=40 << 20)
+    first, second = agent.gang(2)
+    first.save(5, data_bytes=30 << 20)  # larger than its share: nothing but the storage has all of it
+    ranks.eventually(lambda: any(agent.storage.rglob("state-00000-*.safetensors")), "the file is stored")
+    first.client.send(GaveUp(step=6))
+    first.wait_dropped(6)
     second.save(5)
     first.wait_committed(5)
     assert [file.rank for file in catalog.verify_step(agent.store(), JOB, 5)] == [0, 1]

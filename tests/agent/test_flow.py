@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -304,8 +305,8 @@ def test_step_is_pending_while_its_last_window_is_on_its_way() -> None:
         flow.staged(0, reserved.slot, window)
         assert flow.pending_steps() == ([] if index == 0 else [1])
     assert flow.pending_bytes() == 2 * size
-    flow.window_persisted(0, 0, file_done=False)
-    assert persists(flow.window_persisted(0, 1, file_done=True)) == [1]
+    flow.window_persisted(0, 0, file=None)
+    assert persists(flow.window_persisted(0, 1, file={"rank": 0})) == [1]
     assert flow.pending_steps() == [1]
     flow.persisted(1)
     flow.committed(1)
@@ -351,6 +352,34 @@ def test_slot_of_an_earlier_run_is_no_part_of_this_run() -> None:
     assert [holding.record.run for holding in effect.holdings if holding.record] == [RUN]
 
 
+def stream(flow: RunFlow, rank: int, step: int) -> tuple[dict[str, Any], list[Effect]]:
+    """The rank's file of the step goes out in windows; its entry, and what came of the last one."""
+    reserved, _ = flow.reserve(rank, ())
+    assert reserved is not None
+    flow.staged(rank, reserved.slot, record(rank, step, reserved.seq, window_bytes=60))
+    file = {"rank": rank, "step": step}
+    return file, flow.window_persisted(rank, reserved.slot, file=file)
+
+
+@pytest.mark.parametrize("end", ["given up", "persisted"])
+def test_files_that_were_streamed_wait_for_the_part_of_their_step_whatever_becomes_of_a_newer_one(end: str) -> None:
+    flow = flow_of(2)
+    files = [stream(flow, rank, 5)[0] for rank in (0, 1)]
+    flow.persist_failed(5)  # its part
+    if end == "given up":
+        stream(flow, 0, 6)
+        flow.rank_gave_up(1, 6)
+        effects = flow.retry()
+    else:
+        newer = [stream(flow, rank, 6)[0] for rank in (0, 1)]
+        (persist,) = flow.retry()
+        assert isinstance(persist, Persist)
+        assert (persist.step, list(persist.streamed)) == (6, newer)
+        effects = flow.persisted(6)
+    (persist,) = (effect for effect in effects if isinstance(effect, Persist))
+    assert (persist.step, list(persist.streamed), persist.ranks) == (5, files, (0, 1))
+
+
 def test_window_of_a_file_is_no_whole_file() -> None:
     flow = flow_of(2)
     for rank in (0, 1):
@@ -358,9 +387,9 @@ def test_window_of_a_file_is_no_whole_file() -> None:
         assert reserved is not None
         window = record(rank, 1, reserved.seq, window_bytes=60)
         assert [type(e) for e in flow.staged(rank, reserved.slot, window)] == [PersistWindow]
-    assert persists(flow.window_persisted(0, 0, file_done=True)) == []
+    assert persists(flow.window_persisted(0, 0, file={"rank": 0})) == []
     assert flow.memory_step() is None
-    assert persists(flow.window_persisted(1, 0, file_done=True)) == [1]
+    assert persists(flow.window_persisted(1, 0, file={"rank": 1})) == [1]
 
 
 def test_steps_that_were_in_memory_alone_are_forgotten() -> None:

@@ -126,6 +126,18 @@ def test_file_that_a_killed_persister_began_gives_its_room_to_the_next_try(
     persister.close()
 
 
+def test_no_part_names_a_rank_of_which_no_file_is_there(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    persister = JobPersister(store, "ns/job")
+    with pytest.raises(SlotDamaged, match=r"no file is left of ranks \[0, 1\]"):
+        persister.persist(
+            step=4, run="uid-1", node=0, world_size=2, replicated="", saved_time=1.0, ranks=[0, 1], slots=[],
+            streamed=[],
+        )  # fmt: skip
+    assert list(tmp_path.rglob("*.json")) == []
+    persister.close()
+
+
 def leave(store: Store, step: int, run: str, *, ranks: tuple[int, ...] = (0,), size_bytes: int = 4) -> None:
     """What a node of a gang of two ranks has persisted."""
     files = []

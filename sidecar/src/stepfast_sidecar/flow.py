@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from typing import Any
 
 from stepfast.ranks import RankSet
 from stepfast.slot import SlotRecord
@@ -164,15 +165,15 @@ class RunFlow:
         """The ranks of the gang that have files in the step; None: all of them."""
         return self._steps[step].sharers if step in self._steps else None
 
-    def window_persisted(self, rank: int, slot: int, *, file_done: bool) -> list[Effect]:
-        """A window is stored, its slot free; with the last one the rank's file is."""
+    def window_persisted(self, rank: int, slot: int, *, file: dict[str, Any] | None) -> list[Effect]:
+        """A window is stored, its slot free; with the last one the rank's file is, and its entry known."""
         holding = self.holdings[(rank, slot)]
         record = holding.record
         if holding.held is not Held.PERSISTING:  # the step was given up meanwhile
             return []
         self.holdings[(rank, slot)] = replace(holding, held=Held.FREE, record=None, due=False)
-        if record is not None and file_done:
-            self._steps.setdefault(record.step, StepState()).streamed.setdefault(rank, set()).add(record.name)
+        if record is not None and file is not None:
+            self._steps.setdefault(record.step, StepState()).streamed.setdefault(rank, {})[record.name] = file
         return [Freed(rank=rank), *self._next()]
 
     def persisted(self, step: int) -> list[Effect]:
@@ -438,12 +439,11 @@ class RunFlow:
         state = self._steps[step]
         state.persisting = True
         self._mark(step, Held.PERSISTING)
-        holdings = tuple(self._of_step(step))
-        ranks = tuple(sorted(state.files))
+        streamed = (files[name] for _, files in sorted(state.streamed.items()) for name in sorted(files))
         return [
             Persist(
-                step=step, run=self.run, holdings=holdings, ranks=ranks, tag=state.tag, sharers=state.sharers,
-                refers=tuple(sorted(state.referred)),
+                step=step, run=self.run, holdings=tuple(self._of_step(step)), ranks=tuple(sorted(state.files)),
+                tag=state.tag, sharers=state.sharers, refers=tuple(sorted(state.referred)), streamed=tuple(streamed),
             )
         ]  # fmt: skip
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
 from stepfast.slot import SlotRecord
@@ -40,9 +40,11 @@ class Holding:
 
 @dataclass(slots=True)
 class StepState:
-    """What is known of one step of the run. `streamed`: ranks whose files went out window by window."""
+    """What is known of one step of the run. `streamed`: by rank and name, the part's entries of files that are stored:
+    they went out window by window, and nothing but the storage has them.
+    """
 
-    streamed: dict[int, set[str]] = field(default_factory=dict)
+    streamed: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)
     files: dict[int, int] = field(default_factory=dict)
     parted: bool = False
     persisting: bool = False
@@ -72,8 +74,8 @@ class StepState:
 class Persist:
     """Upload these holdings, one or more files a rank, then write this node's part and commit.
 
-    `ranks`: those of this node that have files in the step; `sharers`: those of the gang, None: all of them; `refers`:
-    older steps whose files hold what these leave out.
+    `streamed`: the entries of files that are stored already; `ranks`: those of this node that have files in the step;
+    `sharers`: those of the gang, None: all of them; `refers`: older steps whose files hold what these leave out.
     """
 
     step: int
@@ -83,6 +85,7 @@ class Persist:
     tag: str = ""
     sharers: RankSet | None = None
     refers: tuple[int, ...] = ()
+    streamed: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,6 +105,8 @@ class JobPersister:
         except ObjectNotFound:
             pass
         files = [*self._within(run, spared, lambda: self._upload_all(step, run, world_size, slots)), *streamed]
+        if without := sorted(set(ranks) - {file.rank for file in files}):
+            raise SlotDamaged(f"no file is left of ranks {without}")  # rather no step than one that cannot be restored
         part = Part(
             step=step,
             run=run,

@@ -254,7 +254,7 @@ class Room:
                 tag=effect.tag,
                 refers=effect.refers,
                 slots=[self._slot_ref(run, holding) for holding in effect.holdings],
-                streamed=run.streamed_files(effect.step),
+                streamed=effect.streamed,
                 spared=self._on_their_way(run),
             )
         except PersisterLost:
@@ -264,7 +264,6 @@ class Room:
             return
         self._metrics.persisted(answer["size"], time.monotonic() - begin)
         run.saved[effect.step] = (saved_time, answer["size"])
-        run.forget_streamed(effect.step)
         for holding in effect.holdings:
             self._files(run).note(holding, SlotState.PERSISTED)
         run.failures, run.persist_failure = 0, None
@@ -308,10 +307,7 @@ class Room:
     def _window_persisted(self, run: Run, holding: Holding, record: SlotRecord, file: dict[str, Any] | None) -> None:
         run.failures, run.persist_failure = 0, None
         run.saved[record.step] = (record.saved_time, 0)
-        if file is not None:
-            run.streamed[(record.step, record.rank, record.name)] = file
-        effects = run.flow.window_persisted(holding.rank, holding.slot, file_done=file is not None)
-        self.carry_out(run, effects)
+        self.carry_out(run, run.flow.window_persisted(holding.rank, holding.slot, file=file))
 
     def _failed(self, run: Run, step: int, error: RequestFailed) -> None:
         reason = self.persister.why(error)
@@ -356,7 +352,6 @@ class Room:
         step = effect.step
         for holding in effect.holdings:
             self._files(run).note(holding, SlotState.DROPPED)
-        run.forget_streamed(step)
         run.dropped += 1
         self._metrics.dropped()
         run.push(Dropped(step=step))

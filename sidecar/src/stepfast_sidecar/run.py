@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from stepfast.histories import SaveRow
 from stepfast.messages import Hello, Message
@@ -99,8 +98,6 @@ class Run:
     commit_failures: dict[int, str] = field(default_factory=dict)  # by step
     awaited: set[int] = field(default_factory=set)
     """Steps whose part is written here, while the storage lacks another node's."""
-    streamed: dict[tuple[int, int, str], dict[str, Any]] = field(default_factory=dict)
-    """By step, rank and name: the entry of a file that was stored window by window, for the node's part."""
     failures: int = 0
     final_step: int | None = None
     mirrored_step: int | None = None  # the newest that another node holds in memory, too
@@ -178,14 +175,6 @@ class Run:
         for noted in (self.saved, self.stalls):
             for old in [s for s in noted if s < step and s not in pending]:
                 del noted[old]
-
-    def streamed_files(self, step: int) -> list[dict[str, Any]]:
-        """The entries of the step's files that were stored window by window."""
-        return [entry for (of, _, _), entry in sorted(self.streamed.items()) if of == step]
-
-    def forget_streamed(self, step: int) -> None:
-        """The step's part is written, or the step is given up."""
-        self.streamed = {key: entry for key, entry in self.streamed.items() if key[0] > step}
 
     def history_row(self, step: int, outcome: str, duration_seconds: float | None, size_bytes: int) -> SaveRow:
         """The save's row of checkpointHistories.csv."""
