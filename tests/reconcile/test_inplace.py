@@ -116,7 +116,8 @@ def test_ranks_that_nobody_starts_anew_count_as_hung(world: Any) -> None:
     assert world.status.last_failure.reason is Cause.HANG_DETECTED
 
 
-def test_start_deadline_counts_from_the_in_place_restart(world: Any) -> None:
+def test_start_deadline_counts_from_the_in_place_restart(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"restartStrategy": "InPlace"}, startupDeadlineSeconds=100)
     world.start()
     for step in range(10, 60, 10):
         trained(world, step, seconds=50)
@@ -128,7 +129,6 @@ def test_start_deadline_counts_from_the_in_place_restart(world: Any) -> None:
     assert world.status.condition(ConditionType.RESTARTING).reason == Cause.RANK_FAILED
     for _ in range(2):
         world.advance(45)
-        world.make_step(51)
         world.settle()
     assert not world.status.is_terminal
     world.advance(11)
