@@ -208,10 +208,10 @@ def _without_storage(observed: Observed, error: str) -> Decision:
         # Nothing was trained that waiting could save, and whoever can mend it has just typed the command.
         failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=error)
         return _decision("the storage refuses", failed)
-    ended = status.current.ended_time if status.current is not None else None
-    since = ended if ended is not None else status.start_time
+    # Not since the attempt ended: the job may have waited for something else for longer than that.
+    since = status.checkpoint.storage_error_time
     waited = observed.now - flush.waiting_since(observed, since) if since is not None else 0.0
-    if since is not None and waited >= observed.spec.startup_deadline_seconds:
+    if waited >= observed.spec.startup_deadline_seconds:
         failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=error)
         return _decision("the storage did not answer until the start deadline", failed)
     return _decision(f"the storage does not answer: {error}", RequeueAfter(seconds=_STORAGE_RETRY_SECONDS))
