@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -197,3 +198,21 @@ def test_strategy_recreate_does_not_wait_for_torchrun(make_world: MakeWorld) -> 
     world.die()
     world.relaunched()
     assert len(world.launches) == 2
+
+
+def test_tries_to_grow_that_failed_are_remembered_after_an_in_place_restart(make_world: MakeWorld) -> None:
+    world = make_world(
+        trainer={"command": ["torchrun", "t.py"], "numNodes": 2},
+        elasticPolicy={"maxNodes": 3},
+        failurePolicy={"restartStrategy": "InPlace"},
+    )
+    world.start()
+    trained(world, 10)
+    world.status = replace(world.status, current=replace(world.status.current, shrinks=5, shrunk_from=3))
+    world.die()
+    world.rejoin(restored_step=10)
+    trained(world, 11)
+    assert (world.status.current.shrinks, world.status.current.shrunk_from) == (5, 3)
+    world.fail()
+    world.relaunched()
+    assert (world.status.current.shrinks, world.status.current.shrunk_from) == (5, 3), "there was no place for more"
