@@ -319,6 +319,24 @@ def test_rule_and_uncounted_restarts_are_named() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("action", "ending"),
+    [("RestartJob", ""), ("RestartJobAndIgnoreMaxRestarts", "; not counted towards maxRestarts")],
+)
+def test_last_failure_counts_or_not_whatever_was_survived_in_place_before(action: str, ending: str) -> None:
+    failure = LastFailure(attempt=1, failure_time=NOW - 60, reason=Cause.RANK_FAILED, rank=1, action=action)
+    in_place = recovery(1, 300, in_place_restart=1, cause=Cause.RANK_FAILED, rank=1, counted=False)
+    status = replace(
+        training(), state=State.FAILED, terminal_state="Failed", attempt=1, restarts=0,
+        current=attempt(1, 5, ended_time=NOW - 60, fail_reason=FailedReason.MAX_RESTARTS_REACHED),
+        last_failure=failure, recoveries=(in_place,),
+    )  # fmt: skip
+    assert told(status)["why it restarted"] == [
+        "attempt 1: RankFailed (rank 1), 11.7 min ago; torchrun started all ranks anew (restart 1 in place)",
+        f"attempt 1 failed: RankFailed (rank 1), 1.0 min ago{ending}",
+    ]
+
+
 def test_restart_in_place_is_told_apart() -> None:
     status = replace(
         training(), restarts=0, last_failure=None,

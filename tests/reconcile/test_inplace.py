@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,7 +117,8 @@ def test_ranks_that_nobody_starts_anew_count_as_hung(world: Any) -> None:
     assert world.status.last_failure.reason is Cause.HANG_DETECTED
 
 
-def test_start_deadline_counts_from_the_in_place_restart(world: Any) -> None:
+def test_start_deadline_counts_from_the_in_place_restart(make_world: MakeWorld) -> None:
+    world = make_world(failurePolicy={"restartStrategy": "InPlace"}, startupDeadlineSeconds=100)
     world.start()
     for step in range(10, 60, 10):
         trained(world, step, seconds=50)
@@ -128,7 +130,6 @@ def test_start_deadline_counts_from_the_in_place_restart(world: Any) -> None:
     assert world.status.condition(ConditionType.RESTARTING).reason == Cause.RANK_FAILED
     for _ in range(2):
         world.advance(45)
-        world.make_step(51)
         world.settle()
     assert not world.status.is_terminal
     world.advance(11)
@@ -197,3 +198,21 @@ def test_strategy_recreate_does_not_wait_for_torchrun(make_world: MakeWorld) -> 
     world.die()
     world.relaunched()
     assert len(world.launches) == 2
+
+
+def test_tries_to_grow_that_failed_are_remembered_after_an_in_place_restart(make_world: MakeWorld) -> None:
+    world = make_world(
+        trainer={"command": ["torchrun", "t.py"], "numNodes": 2},
+        elasticPolicy={"maxNodes": 3},
+        failurePolicy={"restartStrategy": "InPlace"},
+    )
+    world.start()
+    trained(world, 10)
+    world.status = replace(world.status, current=replace(world.status.current, shrinks=5, shrunk_from=3))
+    world.die()
+    world.rejoin(restored_step=10)
+    trained(world, 11)
+    assert (world.status.current.shrinks, world.status.current.shrunk_from) == (5, 3)
+    world.fail()
+    world.relaunched()
+    assert (world.status.current.shrinks, world.status.current.shrunk_from) == (5, 3), "there was no place for more"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stepfast_operator.events import EventReason, events_of
-from stepfast_operator.observed import NodeCondition, WorkerPhase
+from stepfast_operator.observed import Intent, NodeCondition, WorkerPhase
 from stepfast_operator.record import Cause, ConditionType, ExcludedNode, FailedReason, State
 
 MakeWorld = Callable[..., Any]
@@ -234,6 +234,54 @@ def test_illness_that_its_monitor_tells_of_late_still_explains_the_end(make_clus
     assert (world.status.last_failure.reason, world.status.last_failure.rule) == (Cause.NODE_UNHEALTHY, "gpu")
     assert [fault.node for fault in world.status.node_faults] == ["node-1"]
     assert excluded(world) == ["node-1"]
+
+
+def suspend(world: Any) -> None:
+    world.intent = Intent.SUSPEND
+    world.settle(limit=1000)
+    assert world.status.state is State.SUSPENDED
+
+
+def back_off(world: Any) -> None:
+    world.settle()
+    assert world.passes[-1].decision.why == "backing off"
+
+
+def suspend_and_resume(world: Any) -> None:
+    """What is staged could not be flushed, and is due again now."""
+    world.stage(30)
+    world.is_storage_down = True
+    suspend(world)
+    assert world.status.current.flush_timed_out
+    world.intent = Intent.RUN
+    world.look()
+    assert world.status.state is State.PENDING
+
+
+@pytest.mark.parametrize("action", ["FailJob", "RestartJobAndIgnoreMaxRestarts"])
+@pytest.mark.parametrize("rest", [suspend, back_off, suspend_and_resume])
+def test_node_that_falls_ill_when_its_gang_has_long_ended_explains_nothing(
+    make_cluster: MakeWorld, rest: Callable[[Any], None], action: str
+) -> None:
+    """The pods stay as records, and nodes fall ill for other reasons, too."""
+    days = 3 * 86400
+    backoff = {"baseSeconds": 2 * days, "maxSeconds": 2 * days}
+    world = make_cluster(failurePolicy={"rules": [{**ON_XID, "action": action}], "backoff": backoff})
+    world.steps = {10: world.now}
+    fail_again(world, 20)
+    world.fail(rank=0)
+    while world.status.current.ended_time is None:
+        world.turn()
+    rest(world)
+    before = world.status
+    assert before.last_failure.reason is Cause.RANK_FAILED
+    world.advance(days)
+    world.node_conditions["node-1"] = (replace(XID, since=world.now),)
+    world.look()
+    after = world.status
+    assert (after.state, after.terminal_state) == (before.state, None)
+    assert (after.last_failure, after.recoveries) == (before.last_failure, before.recoveries)
+    assert after.node_faults == before.node_faults
 
 
 def test_rule_may_end_the_job_for_an_ill_node(make_cluster: MakeWorld) -> None:

@@ -9,12 +9,14 @@ import pytest
 
 from stepfast_operator.actions import DeleteJob, LaunchGang, LeaveQueue
 from stepfast_operator.events import EventReason, events_of
+from stepfast_operator.goodput import goodput_of
 from stepfast_operator.observed import Intent, QueueView
-from stepfast_operator.record import ConditionType, FailedReason, State
+from stepfast_operator.record import Cause, ConditionType, FailedReason, State
 
 MakeWorld = Callable[..., Any]
 WAITS = QueueView(is_waiting=True, message="waits in queue q: 2 GPUs more are needed", is_held=True)
 ADMITTED = QueueView(is_held=True)
+FAIL_ON_DELETED = {"name": "deleted", "action": "FailJob", "onReasons": ["PodDeleted"]}
 
 
 def wait_in_queue(world: Any, seconds: float = 0.0) -> None:
@@ -103,6 +105,47 @@ def test_goodput_is_measured_against_the_time_outside_of_queues(make_world: Make
     world.settle()
     assert world.status.state is State.COMPLETE
     assert world.status.goodput_ratio > 0.9
+
+
+def test_wait_of_a_gang_that_ends_in_its_queue_is_no_activity_either(make_world: MakeWorld) -> None:
+    world = make_world(activeDeadlineSeconds=500)
+    wait_in_queue(world, 10_000)
+    world.vanish(0)
+    world.settle()
+    assert world.status.last_failure.reason is Cause.POD_DELETED
+    assert not world.status.is_terminal, world.status.current.fail_message
+    assert world.status.queued_seconds == pytest.approx(10_000, abs=5)
+    before = world.status.queued_seconds
+    wait_in_queue(world, 10_000)
+    assert world.status.attempt == 2
+    admit(world)
+    assert world.status.queued_seconds - before == pytest.approx(10_000, abs=5)
+
+
+@pytest.mark.parametrize("is_suspended", [False, True], ids=["fails for good", "is suspended"])
+def test_goodput_of_a_job_whose_last_gang_ends_in_its_queue_knows_of_its_wait(
+    make_world: MakeWorld, is_suspended: bool
+) -> None:
+    world = make_world(failurePolicy={"rules": [FAIL_ON_DELETED]})
+    wait_in_queue(world)
+    admit(world)
+    for step in range(1, 11):
+        world.advance(10)
+        world.make_step(step)
+        world.settle()
+    world.stage(10)
+    world.fail()
+    wait_in_queue(world, 10_000)
+    if is_suspended:
+        world.intent = Intent.SUSPEND
+        while world.status.state is not State.SUSPENDED:
+            world.turn()
+    else:
+        world.vanish(0)
+        world.settle()
+        assert world.status.state is State.FAILED
+    assert goodput_of(world.status, world.now) > 0.7
+    assert len(told(world, EventReason.ADMITTED)) == 1, "the second gang never was"
 
 
 @pytest.mark.parametrize("is_admitted", [True, False], ids=["that runs", "that waits"])

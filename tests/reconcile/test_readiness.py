@@ -268,6 +268,35 @@ def test_ranks_of_which_nobody_tells_are_not_said_to_be_missing(make_world: Make
     assert is_ready(world)
 
 
+@pytest.mark.parametrize("is_agent_back", [False, True], ids=["agent is away", "agent is back before its ranks are"])
+def test_ranks_of_which_nobody_tells_fail_no_gang_that_trains(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, is_agent_back: bool
+) -> None:
+    """One node's agent is away while torchrun starts all ranks anew: only the other node's are known."""
+    world = make_world(startupDeadlineSeconds=60, failurePolicy={"restartStrategy": "InPlace"})
+    world.start(staged=10)
+    world.die()
+    world.rejoin(restored_step=10)
+    known, world.gang.ranks = world.gang.ranks, {0: world.gang.ranks[0]}
+    observe = world.observe
+
+    async def without_one_agent(status: Any) -> Any:
+        return replace(await observe(status), agent=AgentState.STARTING)
+
+    monkeypatch.setattr(world, "observe", without_one_agent)
+    for step in range(11, 31):
+        world.make_step(step)
+        pass_for(world, 5)
+    assert world.status.current.ended_time is None, world.status.current.fail_message
+    if is_agent_back:
+        monkeypatch.setattr(world, "observe", observe)
+        pass_for(world, 5)
+        assert world.status.current.ended_time is None, world.status.current.fail_message
+    world.gang.ranks = known
+    pass_for(world, 5)
+    assert is_ready(world)
+
+
 def test_steps_of_a_job_that_had_the_name_before_do_not_tell_that_a_script_uses_the_sdk(make_world: MakeWorld) -> None:
     world = make_world(startupDeadlineSeconds=60)
     world.steps = {50: 1.0}

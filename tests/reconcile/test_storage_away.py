@@ -64,6 +64,60 @@ def test_storage_that_refuses_between_attempts_is_waited_for_until_the_start_dea
     assert len([line for line in story(world) if "waiting for the storage" in line]) == 1
 
 
+def fail_and_keep_alive(world: Any, seconds: float) -> None:
+    """A rank fails, and for so long the gang's pods do not go."""
+    stop = world.stop
+
+    async def stop_later(runs: Any, mode: Any) -> None:
+        await stop(runs, mode)
+        world.gangs["uid-1"].lives = True
+
+    world.stop = stop_later
+    world.fail()
+    passes(world, 5)
+    world.advance(seconds)
+    passes(world, 5)
+    assert world.status.checkpoint.storage_error is None, "nobody has read yet"
+    world.stop = stop
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_storage_has_until_the_start_deadline_from_when_it_began_to_fail(make_world: MakeWorld, mended: bool) -> None:
+    """The job may have waited for something else for longer than that."""
+    world = make_world(startupDeadlineSeconds=60)
+    world.start(staged=5)
+    world.settle()
+    fail_and_keep_alive(world, seconds=1000)
+    world.is_storage_down = True
+    while world.status.checkpoint.storage_error is None:
+        world.turn()
+    assert not world.status.is_terminal
+    failed_time = world.passes[-1].observed.now
+    assert world.status.checkpoint.storage_error_time == failed_time
+    world.is_storage_down = not mended
+    world.relaunched()
+    if mended:
+        assert [launch.attempt for launch in world.launches] == [1, 2]
+        assert world.status.checkpoint.storage_error_time is None
+    else:
+        assert world.status.condition(ConditionType.FAILED).reason == FailedReason.CHECKPOINT_UNAVAILABLE
+        assert 60 <= world.status.completion_time - failed_time < 66
+
+
+def test_storage_that_answered_in_between_has_as_long_again(make_world: MakeWorld) -> None:
+    world = make_world(startupDeadlineSeconds=60, failurePolicy={"backoff": {"baseSeconds": 300}})
+    world.start()
+    world.is_storage_down = True
+    world.fail()
+    for is_down in (True, False, True, False, True):
+        world.is_storage_down = is_down
+        for _ in range(20 if is_down else 1):
+            world.look()
+            world.advance(2)
+        assert (world.status.checkpoint.storage_error is not None) is is_down
+    assert not world.status.is_terminal
+
+
 @pytest.mark.parametrize("found", [True, False])
 def test_storage_without_the_steps_that_were_committed_is_waited_for_and_nothing_begins_anew(
     make_world: MakeWorld, found: bool

@@ -121,10 +121,15 @@ def _over(observed: Observed) -> Decision:
 
 def _amend(observed: Observed) -> AmendFailure | None:
     """A rank's failure whose true cause shows while its gang is being ended: a node is known to be lost only when it
-    has been silent for a while, or to be ill when its monitor has looked, and ranks fail long before that.
+    has been silent for a while, or to be ill when its monitor has looked, and ranks fail long before that. What befalls
+    a node once the run is flushed, or the job was suspended, explains nothing, though the failed pods' records are
+    still there.
     """
-    current, last = observed.status.current, observed.status.last_failure
-    if current is None or last is None or observed.gang is None or observed.status.is_terminal:
+    status = observed.status
+    current, last = status.current, status.last_failure
+    if current is None or last is None or observed.gang is None or status.is_terminal:
+        return None
+    if current.flushed_time is not None or status.state in (State.SUSPENDED, State.PENDING):
         return None
     if current.ended_time is None or current.attempt != last.attempt or current.verdict is Verdict.SUSPEND:
         return None
@@ -208,10 +213,10 @@ def _without_storage(observed: Observed, error: str) -> Decision:
         # Nothing was trained that waiting could save, and whoever can mend it has just typed the command.
         failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=error)
         return _decision("the storage refuses", failed)
-    ended = status.current.ended_time if status.current is not None else None
-    since = ended if ended is not None else status.start_time
+    # Not since the attempt ended: the job may have waited for something else for longer than that.
+    since = status.checkpoint.storage_error_time
     waited = observed.now - flush.waiting_since(observed, since) if since is not None else 0.0
-    if since is not None and waited >= observed.spec.startup_deadline_seconds:
+    if waited >= observed.spec.startup_deadline_seconds:
         failed = MarkFailed(reason=FailedReason.CHECKPOINT_UNAVAILABLE, message=error)
         return _decision("the storage did not answer until the start deadline", failed)
     return _decision(f"the storage does not answer: {error}", RequeueAfter(seconds=_STORAGE_RETRY_SECONDS))

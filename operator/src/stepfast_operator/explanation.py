@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from stepfast_operator.failurepolicy import RuleAction
 from stepfast_operator.goodput import goodput_of
 from stepfast_operator.limits import Limits
 from stepfast_operator.outlook import describe_next
-from stepfast_operator.record import Attempt, Condition, ConditionType, Recovery, State, Status
+from stepfast_operator.record import Attempt, Condition, ConditionType, LastFailure, Recovery, State, Status
 from stepfast_operator.recoveryphases import phases_of
 from stepfast_operator.sentences import (
     count_text,
@@ -108,7 +109,7 @@ def _why_restarted(status: Status, now: float) -> Iterator[str]:
             yield _describe_recovery(recovery, now)
     if failure is not None:
         rule = f"; rule {failure.rule} says {failure.action}" if failure.rule is not None else ""
-        yield f"{describe_failure(failure)}, {span_text(now - failure.failure_time)} ago{rule}{_not_counted(status)}"
+        yield f"{describe_failure(failure)}, {span_text(now - failure.failure_time)} ago{rule}{_not_counted(failure)}"
 
 
 def _describe_recovery(recovery: Recovery, now: float) -> str:
@@ -122,10 +123,9 @@ def _describe_recovery(recovery: Recovery, now: float) -> str:
     return f"attempt {recovery.attempt} failed: {recovery.cause}{where}, {ago}{counted}"
 
 
-def _not_counted(status: Status) -> str:
-    failure = status.last_failure
-    last = next((one for one in reversed(status.recoveries) if failure and one.attempt == failure.attempt), None)
-    return "; not counted towards maxRestarts" if last is not None and not last.counted else ""
+def _not_counted(failure: LastFailure) -> str:
+    is_uncounted = failure.action == RuleAction.RESTART_IGNORING_MAX
+    return "; not counted towards maxRestarts" if is_uncounted else ""
 
 
 def _what_it_cost(status: Status, now: float) -> Iterator[str]:

@@ -30,7 +30,7 @@ def take_in(observed: Observed) -> Status:
     """The status with all that the agents and the gang tell; without what a decision records."""
     status = observed.status
     if observed.storage_error is not None or observed.committed is not None:
-        status = replace(status, checkpoint=replace(status.checkpoint, storage_error=observed.storage_error))
+        status = replace(status, checkpoint=_read(observed, status.checkpoint))
     if status.start_time is None and status.state is not State.SUSPENDED and observed.intent is Intent.RUN:
         status = replace(status, start_time=observed.now)
     current = status.current
@@ -54,6 +54,14 @@ def take_in(observed: Observed) -> Status:
     if restart.has_progress(status, status.checkpoint.latest_persisted_step):
         status = replace(status, restarts_without_progress=0)
     return replace(status, recoveries=_recoveries(status.recoveries, current, status.checkpoint, observed.gang))
+
+
+def _read(observed: Observed, before: CheckpointStatus) -> CheckpointStatus:
+    """Whether the committed steps could be read, and since when they could not."""
+    error = observed.storage_error
+    is_new = error is not None and before.storage_error_time is None
+    since = observed.now if is_new else before.storage_error_time
+    return replace(before, storage_error=error, storage_error_time=since if error is not None else None)
 
 
 def _attempt(observed: Observed, attempt: Attempt, ranks: Sequence[RankStatus]) -> Attempt:

@@ -88,7 +88,8 @@ def _deadlines(status: Status, current: Attempt, limits: Limits, now: float) -> 
         since = current.planned_time if current.restarted_time is None else current.restarted_time
         yield from _smaller(status, current, limits, now)
         left = max(since, current.dequeued_time or since) + limits.startup_deadline_seconds - now
-        yield f"unless all ranks are here {_in(left)}, the job fails for good (startupDeadlineSeconds)"
+        if current.newest_step is None:
+            yield f"unless all ranks are here {_in(left)}, the job fails for good (startupDeadlineSeconds)"
     elif limits.elastic_policy is not None and status.nodes.desired < limits.max_nodes:
         most = count_text(limits.max_nodes, "node")
         yield f"the gang grows, to at most {most}, when a step of it is committed and there is place (elasticPolicy)"

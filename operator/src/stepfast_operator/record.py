@@ -137,6 +137,7 @@ class CheckpointStatus:
     persist_lag_seconds: float | None = None
     persist_error: str | None = None
     storage_error: str | None = None  # why the committed steps cannot be read
+    storage_error_time: float | None = None  # since when they cannot
     restored_step: int | None = None
     restored_tier: str | None = None
     pending_bytes: int = 0

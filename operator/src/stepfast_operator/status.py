@@ -113,8 +113,7 @@ def _fold(status: Status, record: Record, observed: Observed) -> Status:
         case MarkResumed():
             return _resume(status, now)
         case MarkComplete():
-            status = _finish(replace(status, current=_ended(current, now)), now)
-            return replace(status, terminal_state=State.COMPLETE)
+            return replace(_finish(_ended(status, now), now), terminal_state=State.COMPLETE)
         case MarkFailed():
             return _fail(status, record, now)
         case _:
@@ -162,8 +161,8 @@ def _fail(status: Status, record: MarkFailed, now: float) -> Status:
     """The job is over; one that never had an attempt gets one without a number, which says why."""
     current = status.current or Attempt(attempt=0, run="", resume_step=0, planned_time=now)
     current = replace(current, fail_reason=record.reason, fail_message=record.message)
-    status = replace(status, current=_ended(current, now), recoveries=_followed(status.recoveries, current))
-    return replace(_finish(status, now), terminal_state=State.FAILED)
+    status = replace(status, current=current, recoveries=_followed(status.recoveries, current))
+    return replace(_finish(_ended(status, now), now), terminal_state=State.FAILED)
 
 
 def _followed(recoveries: tuple[Recovery, ...], last: Attempt) -> tuple[Recovery, ...]:
@@ -173,18 +172,23 @@ def _followed(recoveries: tuple[Recovery, ...], last: Attempt) -> tuple[Recovery
     )
 
 
-def _ended(current: Attempt | None, now: float) -> Attempt | None:
-    return replace(current, ended_time=now) if current is not None and current.ended_time is None else current
+def _ended(status: Status, now: float) -> Status:
+    """Without an open attempt. What its gang has waited in a queue until now is counted: nobody will admit it."""
+    current = status.open_attempt
+    if current is None:
+        return status
+    queued = queueing.queued_seconds(status, now)
+    return replace(status, queued_seconds=queued, current=replace(current, ended_time=now))
 
 
 def _end(status: Status, record: EndAttempt, now: float) -> Status:
     """The attempt is over. A failure is kept as the last one; a restart opens a recovery."""
+    status = _ended(status, now)
     failure, current = record.failure, status.current
     if current is None:
         return status
     current = replace(
         current,
-        ended_time=now,
         verdict=record.verdict,
         flush_asked_time=None,
         parts_written_time=None,

@@ -38,7 +38,8 @@ def startup_exceeded(observed: Observed, attempt: Attempt) -> str | None:
     were started anew in place.
 
     A script that never uses the SDK joins nobody: for it a running torchrun on each node is enough. One that is known
-    to use it has to join, unless nobody is there to tell of that.
+    to use it has to join, unless nobody is there to tell of that. A gang that makes steps is not late: a rank that
+    seems to be missing has yet to come back to an agent that was away.
     """
     if attempt.pods_ready_time is not None or observed.gang is None or queueing.is_waiting(observed, attempt):
         return None
@@ -47,12 +48,12 @@ def startup_exceeded(observed: Observed, attempt: Attempt) -> str | None:
     pending = describe_pending(observed)
     if pending is not None:
         return pending
+    if observed.agent in (AgentState.GONE, AgentState.STARTING) or attempt.newest_step is not None:
+        return None
     joined, world_size = joined_ranks(observed, attempt.run)
     if 0 < joined < world_size:
         return f"only {joined} of {world_size} ranks joined"
-    is_told = observed.agent not in (AgentState.GONE, AgentState.STARTING)
-    is_silent = is_told and joined == 0 and attempt.newest_step is None
-    return "no rank joined" if is_silent and readiness.has_used_sdk(observed) else None
+    return "no rank joined" if joined == 0 and readiness.has_used_sdk(observed) else None
 
 
 def startup_left_seconds(observed: Observed, attempt: Attempt) -> float:

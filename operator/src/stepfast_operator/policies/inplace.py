@@ -80,6 +80,8 @@ def take_in(observed: Observed, status: Status, current: Attempt) -> tuple[Statu
         resume_step=current.resume_step,
         planned_time=current.planned_time,
         nodes=current.nodes,
+        shrinks=current.shrinks,
+        shrunk_from=current.shrunk_from,
         step_before=current.reached_step,
         step_seconds_before=current.step_seconds or current.step_seconds_before,
         in_place_restarts=restarts,
