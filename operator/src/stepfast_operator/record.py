@@ -249,6 +249,7 @@ class Attempt:
     shrunk_from: int = 0  # the nodes of the largest of these gangs
     step_before: int | None = None  # where training stood when it was planned
     step_seconds_before: float = 0.0  # how long a step took in the attempt before it
+    launched_time: float | None = None  # when all pods of its gang were made
     in_place_restarts: int = 0  # the times below are those since the last of them
     restarted_time: float | None = None  # when the last of them was seen
     queued_time: float | None = None  # when its pods were seen to wait in a queue
