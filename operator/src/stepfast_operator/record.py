@@ -51,10 +51,15 @@ class Cause(StrEnum):
     EVICTION_NOTICE = "EvictionNotice"  # the cloud has announced that it takes a node away
     NODE_UNHEALTHY = "NodeUnhealthy"  # the node has a condition that a rule asks about
     RESIZED = "Resized"  # an elastic gang goes on with another number of nodes
+    NODE_AVAILABLE = "NodeAvailable"  # a gang without a place may go to a node again that its pods keep off
     HANG_DETECTED = "HangDetected"
     SUPERVISOR_RESTARTED = "SupervisorRestarted"  # `stepfast run` itself was killed, its gang with it
     DEADLINE = "Deadline"
     SUSPENDED = "Suspended"
+
+
+# Nothing has failed then: the gang is better launched anew.
+NO_FAILURES = frozenset({Cause.RESIZED, Cause.NODE_AVAILABLE})
 
 
 class Verdict(StrEnum):

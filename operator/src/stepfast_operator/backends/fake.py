@@ -50,6 +50,7 @@ class FakeGang:
     earlier_ranks: list[dict[int, RankStatus]] = field(default_factory=list)  # before each in-place restart
     messages: dict[int, str] = field(default_factory=dict)  # why a node's worker is pending
     running_since: dict[int, float] = field(default_factory=dict)  # of a node whose worker was pending for a while
+    avoided_nodes: tuple[str, ...] = ()
 
 
 class FakeBackend:
@@ -264,7 +265,10 @@ class FakeBackend:
             gang.lives = False
         nodes = range(launch.nodes)
         self.gangs[launch.run] = FakeGang(
-            run=launch.run, launched_time=self.now, phases=dict.fromkeys(nodes, WorkerPhase.RUNNING)
+            run=launch.run,
+            launched_time=self.now,
+            phases=dict.fromkeys(nodes, WorkerPhase.RUNNING),
+            avoided_nodes=launch.avoided_nodes,
         )
         self.launches.append(launch)
         self.unschedulable, self.unplaced = {}, set()
@@ -369,8 +373,9 @@ class FakeBackend:
                 running_since=gang.running_since.get(node, gang.launched_time)
                 if phase is WorkerPhase.RUNNING
                 else None,
-                node_conditions=self.node_conditions.get(f"node-{node}", ()),
-                notice=self.notices.get(f"node-{node}"),
+                node_conditions=() if node in without else self.node_conditions.get(f"node-{node}", ()),
+                notice=None if node in without else self.notices.get(f"node-{node}"),
+                avoided_nodes=gang.avoided_nodes,
             )
             for node, phase in sorted(gang.phases.items())
         ]
