@@ -127,11 +127,12 @@ class Worker:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spare:
     """What waits for a place into which the gang may grow. `node`: where it has found one; `placed_time`: when (seconds
-    since the epoch).
+    since the epoch). `avoided_nodes`: those that it may never go to.
     """
 
     node: str | None = None
     placed_time: float | None = None
+    avoided_nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

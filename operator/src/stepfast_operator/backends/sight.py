@@ -88,7 +88,8 @@ class Sight:
         is_running = status.open_attempt is not None and gang is not None
         is_asked = bool(self._view.leaving) or exclusion.is_asked(status, policy)
         if is_running:
-            is_asked = readmission.is_asked(gang) or (is_asked and elastic.may_grow(self._job.spec, status))
+            is_asked = (is_asked or self._has_spare_kept_off()) and elastic.may_grow(self._job.spec, status)
+            is_asked = is_asked or readmission.is_asked(gang)
         if status.is_terminal or not is_asked:
             return None
         placement, wanted = placement_of(self._job.spec), exclusion.wanted_conditions(policy)
@@ -101,6 +102,11 @@ class Sight:
             for node in self._view.nodes.values()
             if node.not_ready_time is None and placement.admits(node)
         ]
+
+    def _has_spare_kept_off(self) -> bool:
+        """Whether a spare waits for a place that may not be everywhere."""
+        spares = self._view.spares_of(self._job.job, self._job.uid)
+        return any(pod.node is None and pod.avoided_nodes for pod in spares)
 
     def room(self, status: Status, gang: Gang | None) -> Room:
         """Where nothing is compared with it, no walk over thousands of nodes."""

@@ -162,8 +162,13 @@ def change_of_spares(observed: Observed) -> SetSpares | None:
     if left_for is not None and left_for.nodes is not None and not _is_at_rest(observed):
         return None
     wanted = _wanted(observed)
-    avoided = exclusion.avoided(observed)
-    if len(observed.spares) == wanted and all(spare.node not in avoided for spare in observed.spares):
+    avoided, available = exclusion.avoided(observed), exclusion.available(observed)
+    is_misled = any(
+        # One without a place would never go to a node that is well again.
+        spare.node in avoided or (spare.node is None and not available.isdisjoint(spare.avoided_nodes))
+        for spare in observed.spares
+    )
+    if len(observed.spares) == wanted and not is_misled:
         return None
     return SetSpares(count=wanted, avoided_nodes=avoided)
 
