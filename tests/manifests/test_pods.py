@@ -262,6 +262,16 @@ def test_nodes_to_avoid_are_kept_off_by_their_names_whatever_else_is_asked_for()
     assert required_terms(mine) == ([zone, {}], None)
 
 
+def test_nodes_to_avoid_are_noted_to_be_read_again_and_nobody_else_notes_any() -> None:
+    spec = spec_of(template={"metadata": {"annotations": {"note": "x", labels.AVOIDED_NODES: "mine"}}})
+    notes = {"note": "x", labels.RUN: "0b0e-12"}
+    launch = replace(LAUNCH, avoided_nodes=("node-a", "node-b"))
+    assert pod_of(spec)["metadata"]["annotations"] == notes
+    assert pod_of(spec, launch=launch)["metadata"]["annotations"] == {**notes, labels.AVOIDED_NODES: "node-a,node-b"}
+    spare = manifests.spare_of(OWNER, spec, 1, ["node-a"])
+    assert spare["metadata"]["annotations"] == {"note": "x", labels.AVOIDED_NODES: "node-a"}
+
+
 def test_node_to_avoid_is_not_preferred_for_what_its_memory_holds() -> None:
     terms, preferred = required_terms({}, "node-a", preferred="node-a")
     assert (terms, preferred) == ([{"matchFields": [NOT_A]}], None)

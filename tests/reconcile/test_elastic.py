@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from stepfast.errors import SpecError
+from stepfast.nodestatus import EvictionNotice
+from stepfast_operator.actions import SetSpares
 from stepfast_operator.events import EventReason, events_of
 from stepfast_operator.explanation import Surroundings, explain, text_of
 from stepfast_operator.limits import limits_of
 from stepfast_operator.observed import Intent, NodeCondition, Spare
-from stepfast_operator.record import Cause, State
+from stepfast_operator.reconcile import Pass
+from stepfast_operator.record import Cause, ExcludedNode, State
 
 MakeWorld = Callable[..., Any]
 
@@ -104,6 +107,46 @@ def test_gang_goes_on_smaller_when_a_lost_node_does_not_come_back_in_time(world:
         "the gang goes on with 1 node in place of 2: "
         f"there is place for 1 of 2 nodes (scaleDownTimeoutSeconds): {WORDS}"
     ]
+
+
+def test_places_are_waited_for_from_when_the_pods_were_made(make_world: MakeWorld) -> None:
+    """A quota or a webhook may hold up the launch for longer than that; an autoscaler is to have its chance."""
+    world = make_world(trainer=trainer(2), elasticPolicy={"scaleDownTimeoutSeconds": 300})
+    world.refusal = "exceeded quota"
+    for _ in range(40):
+        world.look()
+        world.advance(10)
+    world.refusal = ""
+    world.launched()
+    launched = world.gang.launched_time
+    without_place(world, 1)
+    world.look()
+    assert world.status.current.leaving is None
+    explained = text_of(explain(world.status, limits_of(world.spec), Surroundings(), world.now))
+    assert "unless there is place for all its pods within 5.0 min" in explained
+    world.relaunched()
+    assert 300 <= world.now - launched < 315
+    assert sizes(world) == [2, 1]
+
+
+def test_gang_whose_launch_was_held_up_is_not_late_before_it_could_go_on_smaller(make_world: MakeWorld) -> None:
+    world = make_world(
+        trainer=trainer(2), elasticPolicy={"scaleDownTimeoutSeconds": 300}, startupDeadlineSeconds=400
+    )  # fmt: skip
+    world.refusal = "exceeded quota"
+    for _ in range(35):
+        world.look()
+        world.advance(10)
+    world.refusal = ""
+    world.launched()
+    launched = world.gang.launched_time
+    without_place(world, 1)
+    world.look()
+    explained = text_of(explain(world.status, limits_of(world.spec), Surroundings(), world.now))
+    assert "unless all ranks are here within 5.0 min" in explained
+    world.relaunched()
+    assert world.now - launched < 315
+    assert (sizes(world), world.status.is_terminal) == ([2, 1], False)
 
 
 def test_gang_whose_node_comes_back_in_time_stays_as_large(world: Any) -> None:
@@ -302,7 +345,65 @@ def test_place_on_a_node_that_the_gang_keeps_off_is_none(make_world: MakeWorld) 
     world.node_conditions["node-1"] = (NodeCondition(type="XIDErrors", status="True", since=world.now),)
     spares(world, "node-1", seconds_ago=20)
     world.look()
-    assert (world.status.current.leaving, world.spares) == (None, [Spare()]), "it looks for another"
+    assert (world.status.current.leaving, world.spares) == (None, [Spare(avoided_nodes=("node-1",))])
+
+
+XID = NodeCondition(type="XIDErrors", status="True", since=1000.5)
+ON_XID = {"name": "ill", "action": "RestartJob", "onNodeConditions": [{"type": "XIDErrors"}]}
+
+
+def exclude(world: Any, name: str, seconds: float) -> None:
+    kept_off = ExcludedNode(name=name, reason="was ill", since_time=world.now, until_time=world.now + seconds)
+    world.status = replace(world.status, excluded_nodes=(kept_off,))
+
+
+def announce(world: Any, name: str) -> None:
+    world.notices[name] = EvictionNotice(kind="Reboot", event="e", seen_time=world.now, not_before_time=None)
+
+
+@pytest.mark.parametrize(
+    "keep_off",
+    [
+        pytest.param(lambda world: world.node_conditions.update({"node-2": (XID,)}), id="ill"),
+        pytest.param(lambda world: exclude(world, "node-2", 100), id="excluded"),
+        pytest.param(lambda world: announce(world, "node-2"), id="announced"),
+    ],
+)
+def test_spare_without_a_place_is_made_anew_once_the_node_that_it_keeps_off_is_well(
+    make_world: MakeWorld, keep_off: Callable[[Any], None]
+) -> None:
+    world = make_world(trainer=trainer(2), elasticPolicy={"maxNodes": 3}, failurePolicy={"rules": [ON_XID]})
+    world.nodes = ("node-0", "node-1", "node-2")
+    world.launched()
+    keep_off(world)
+    train(world)
+    world.look()
+    assert world.spares == [Spare(avoided_nodes=("node-2",))]
+    assert spares_set(world.look()) == [], "nothing has changed"
+    world.node_conditions.clear()
+    world.notices.clear()
+    world.advance(101)
+    world.make_step(15)
+    assert spares_set(world.look()) == [SetSpares(count=1, avoided_nodes=())]
+    assert world.spares == [Spare()]
+    assert spares_set(world.look()) == []
+    spares(world, "node-2")
+    world.relaunched()
+    assert sizes(world) == [2, 3]
+
+
+def test_spare_that_keeps_off_a_node_that_is_gone_is_left_alone(make_world: MakeWorld) -> None:
+    world = make_world(trainer=trainer(2), elasticPolicy={"maxNodes": 3}, failurePolicy={"rules": [ON_XID]})
+    world.nodes = ("node-0", "node-1", "node-2")
+    world.node_conditions["node-2"] = (XID,)
+    train(world)
+    world.look()
+    world.nodes = ("node-0", "node-1")
+    assert spares_set(world.look()) == []
+
+
+def spares_set(seen: Pass) -> list[SetSpares]:
+    return [action for action in seen.decision.actions if isinstance(action, SetSpares)]
 
 
 def test_grown_gang_for_which_the_place_is_gone_goes_on_as_before(world: Any) -> None:

@@ -10,8 +10,10 @@ import pytest
 from stepfast.nodestatus import EvictionNotice
 from stepfast_operator.actions import StopMode
 from stepfast_operator.events import EventReason, events_of
-from stepfast_operator.observed import AgentState, Intent, WorkerPhase
-from stepfast_operator.record import Cause, ConditionType, State
+from stepfast_operator.explanation import Surroundings, explain, text_of
+from stepfast_operator.limits import limits_of
+from stepfast_operator.observed import AgentState, Intent, NodeCondition, WorkerPhase
+from stepfast_operator.record import Cause, ConditionType, FailedReason, State
 
 MakeWorld = Callable[..., Any]
 
@@ -191,3 +193,123 @@ def test_gang_waits_for_nodes_that_stay(world: Any) -> None:
     announce(world, node="node-2", seconds=600)
     world.relaunched()
     assert world.launches[-1].avoided_nodes == ("node-1", "node-2")
+
+
+# ---------------------------------------------------------------- a node that is well again
+
+WORDS = "train-2-1: Unschedulable: 0/2 nodes are available"
+XID = NodeCondition(type="XIDErrors", status="True", since=1000.5)
+ON_XID = {"name": "gpu", "action": "RestartJobAndIgnoreMaxRestarts", "onNodeConditions": [{"type": "XIDErrors"}]}
+
+
+def fall_ill(world: Any) -> None:
+    world.node_conditions["node-1"] = (XID,)
+
+
+def fail_there(world: Any) -> None:
+    world.take_away(Cause.NODE_LOST, node=1)
+
+
+def be_well(world: Any) -> None:
+    world.notices.clear()
+    world.node_conditions.clear()
+
+
+def without_spare_node(make_world: MakeWorld, leave: Callable[[Any], None]) -> Any:
+    """A gang of two nodes, of which there are no more, has left one of them, and its pod finds no other place."""
+    world = make_world(
+        trainer=TWO_NODES,
+        failurePolicy={"maxRestarts": 0, "rules": [ON_XID]},
+        nodeExclusionPolicy={"maxFailuresPerNode": 1 if leave is fail_there else 2, "ttlSeconds": 180},
+    )
+    world.nodes = ("node-0", "node-1", "node-2")
+    world.start(staged=10)
+    leave(world)
+    world.relaunched()
+    assert world.launches[-1].avoided_nodes == ("node-1",)
+    world.nodes = ("node-0", "node-1")
+    world.unschedulable = {1: WORDS}
+    return world
+
+
+WAYS = [
+    pytest.param(lambda world: announce(world, kind="Reboot"), id="announced"),
+    pytest.param(fall_ill, id="ill"),
+    pytest.param(fail_there, id="excluded"),
+]
+
+
+@pytest.mark.parametrize("leave", WAYS)
+def test_pod_without_a_place_is_made_anew_once_the_node_that_it_keeps_off_is_well(
+    make_world: MakeWorld, leave: Callable[[Any], None]
+) -> None:
+    """Nobody can change where a pod may go; it would keep off that node until the job has failed."""
+    world = without_spare_node(make_world, leave)
+    launched = world.now
+    while world.now < launched + 170:
+        world.turn()
+    assert len(world.launches) == 2
+    be_well(world)
+    world.relaunched()
+    assert world.now - launched < 200
+    status = world.status
+    assert (len(world.launches), world.launches[-1].avoided_nodes, status.is_terminal) == (3, (), False)
+    assert (status.restarts, status.restarts_count_towards_max, status.restarts_without_progress) == (2, 0, 0)
+    assert (status.interruptions, status.last_failure.reason) == (1, Cause.NODE_AVAILABLE)
+    words = (
+        "attempt 2 ended: NodeAvailable: node node-1 may be used again, which the pods were made to keep off, "
+        "and there is no place for 1 of 2 nodes"
+    )
+    assert told(world, EventReason.RESTARTING)[-1] == f"{words}; not counted towards maxRestarts"
+    assert words in text_of(explain(status, limits_of(world.spec), Surroundings(), world.now))
+    world.join()
+    world.settle()
+    assert (world.status.state, len(world.launches)) == (State.RUNNING, 3)
+
+
+def test_operator_that_is_replaced_meanwhile_finds_out_what_the_pods_keep_off(make_world: MakeWorld) -> None:
+    world = without_spare_node(make_world, fall_ill)
+    be_well(world)
+    world.lose_supervisor()
+    world.agent = AgentState.READY
+    world.relaunched()
+    assert (len(world.launches), world.launches[-1].avoided_nodes) == (3, ())
+
+
+@pytest.mark.parametrize("way", ["scheduled", "not looked at", "still ill", "another node"])
+def test_gang_that_the_node_would_not_help_is_left_alone(make_world: MakeWorld, way: str) -> None:
+    world = without_spare_node(make_world, fall_ill)
+    if way == "scheduled":
+        be_well(world)
+        world.unschedulable = {}
+        world.hold_up()
+    elif way == "not looked at":
+        be_well(world)
+        world.unschedulable, world.unplaced = {}, {1}
+    elif way == "another node":
+        world.nodes = ("node-0", "node-1", "node-9")
+    launched = world.now
+    while world.now < launched + 600:
+        world.turn()
+    assert len(world.launches) == 2
+
+
+def test_gang_that_its_node_helps_at_once_has_time_to_find_another_place(make_world: MakeWorld) -> None:
+    world = without_spare_node(make_world, fall_ill)
+    launched = world.now
+    be_well(world)
+    world.relaunched()
+    assert 30 <= world.now - launched < 40
+
+
+def test_node_that_is_well_and_ill_by_turns_makes_no_attempts_without_end(make_world: MakeWorld) -> None:
+    world = without_spare_node(make_world, fall_ill)
+    while not world.status.is_terminal:
+        be_well(world)
+        while world.status.open_attempt is not None:
+            world.turn()
+        fall_ill(world)
+        world.relaunched()
+        world.unschedulable = {1: WORDS}
+    assert len(world.launches) < 9
+    assert world.status.condition(ConditionType.FAILED).reason == FailedReason.STARTUP_DEADLINE_EXCEEDED

@@ -57,7 +57,7 @@ PODS = [
     pod(spec={"schedulingGates": [{"name": groupmember.GATE}]}, marks=GROUPED, notes={groupmember.SIZE: "2"}),
     pod(marks=GROUPED, metadata={"finalizers": ["kueue.x-k8s.io/managed"]}),
     pod(metadata={"creationTimestamp": TIME, "deletionTimestamp": TIME, "deletionGracePeriodSeconds": 5}),
-    pod(marks={labels.SPARE: "3"}),
+    pod(marks={labels.SPARE: "3"}, notes={labels.AVOIDED_NODES: "a,b"}),
 ]
 NODES = [
     {

@@ -69,6 +69,7 @@ class ClusterView:
         self._pods_by_job: dict[str, dict[tuple[str, str], PodView]] = defaultdict(dict)
         # A node that is lost takes many others along: nothing walks over all jobs then.
         self._pods_by_node: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)  # the jobs' uids
+        self._pods_kept_off: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)  # those without a node, likewise
         self._nodes_by_job: dict[JobKey, set[str]] = defaultdict(set)
         self._doubted: dict[str, asyncio.TimerHandle] = {}  # nodes that may not be as silent as they are said to be
         self._removed: dict[str, float] = {}  # nodes that were seen to go, and when
@@ -203,6 +204,18 @@ class ClusterView:
                 del self._pods_by_node[old.node]
         if new is not None and new.node is not None:
             self._pods_by_node[new.node][new.key] = new.job_uid
+        self._keep_off(old, new)
+
+    def _keep_off(self, old: PodView | None, new: PodView | None) -> None:
+        """A pod that has found no place may be wanted anew once a node is well that it keeps off."""
+        if old is not None and old.node is None:
+            for name in old.avoided_nodes:
+                self._pods_kept_off[name].pop(old.key, None)
+                if not self._pods_kept_off[name]:
+                    del self._pods_kept_off[name]
+        if new is not None and new.node is None:
+            for name in new.avoided_nodes:
+                self._pods_kept_off[name][new.key] = new.job_uid
 
     def _on_node(self, old: NodeView | None, new: NodeView | None) -> None:
         name = (new or old).name  # type: ignore[union-attr] # one of them is there
@@ -243,8 +256,9 @@ class ClusterView:
         self._wake_reported(node)
 
     def _wake_those_on(self, node: str) -> None:
-        """The jobs with pods there."""
-        for uid in set(self._pods_by_node.get(node, {}).values()):
+        """The jobs with pods there, or with pods that have found no place and keep off it."""
+        pods = [*self._pods_by_node.get(node, {}).values(), *self._pods_kept_off.get(node, {}).values()]
+        for uid in set(pods):
             self._wake_uid(uid)
 
     def _wake_reported(self, node: str) -> None:

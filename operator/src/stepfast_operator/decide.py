@@ -51,6 +51,7 @@ from stepfast_operator.policies import (
     memory,
     progress,
     queueing,
+    readmission,
     restart,
     resume,
     suspend,
@@ -345,7 +346,10 @@ def _leave(observed: Observed, attempt: Attempt) -> Decision | None:
         return end_in_order(
             observed, attempt, lambda _: _fail(observed, attempt, failure), save_until=reason.save_until_time
         )
-    reason = leaving.reason_of(observed) or elastic.reason_of(observed, attempt)
+    reason = leaving.reason_of(observed)
+    if reason is None and (available := readmission.failure_of(observed, attempt)) is not None:
+        return _fail(observed, attempt, available)
+    reason = reason or elastic.reason_of(observed, attempt)
     if reason is None:
         return None
     return _decision(f"the gang is to leave: {reason.message}", BeginLeave(leaving=reason), RequeueAfter(seconds=0))
@@ -429,6 +433,7 @@ def _check_deadlines(observed: Observed, attempt: Attempt) -> Decision:
         hang_left,
         restart.next_check_seconds(observed),
         _ahead(elastic.next_check_seconds(observed, attempt)),
+        _ahead(readmission.next_check_seconds(observed, attempt)),
         _ahead(freshness.left_seconds(observed, observed.status)),
     ]
     nearest = min(max(wait, 0.01) for wait in waits if wait is not None)

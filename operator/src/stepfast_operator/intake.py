@@ -68,6 +68,8 @@ def _attempt(observed: Observed, attempt: Attempt, ranks: Sequence[RankStatus]) 
     """What the ranks have done in this attempt. Nothing of it goes back: an agent that restarts forgets, we
     do not.
     """
+    if observed.gang is not None:
+        attempt = replace(attempt, launched_time=observed.gang.launched_time)
     joined, world_size = deadline.joined_ranks(observed, attempt.run)
     are_all_here = 0 < world_size <= joined
     if attempt.pods_ready_time is None and are_all_here:

@@ -9,6 +9,7 @@ ATTEMPT = f"{PREFIX}/attempt"
 NODE_INDEX = f"{PREFIX}/node-index"
 SPARE = f"{PREFIX}/spare"  # of a pod that holds a place for its job's gang: its number
 RUN = f"{PREFIX}/run"  # an annotation: longer than a label may be
+AVOIDED_NODES = f"{PREFIX}/avoided-nodes"  # an annotation of pods: the nodes that they were made to keep off
 LAUNCHED = f"{PREFIX}/launched"  # an annotation of the TrainingJob: which run's pods were begun to be made
 RESUME_REQUEST = f"{PREFIX}/resume-request"  # an annotation of the TrainingJob: names the command that asks for a step
 FINALIZER = f"{PREFIX}/finalizer"

@@ -138,15 +138,27 @@ def pod_of(
     }
     marks = {labels.ATTEMPT: str(launch.attempt), labels.NODE_INDEX: str(index)}
     name = labels.pod_name(job.name, launch.attempt, index)
-    return _pod_document(owner, spec, name, pod, marks=marks, notes={labels.RUN: launch.run})
+    return _pod_document(owner, spec, name, pod, marks=marks, notes={labels.RUN: launch.run}, off=launch.avoided_nodes)
 
 
 def _pod_document(
-    owner: Owner, spec: TrainingSpec, name: str, pod: JSON, *, marks: Mapping[str, str], notes: Mapping[str, str]
+    owner: Owner,
+    spec: TrainingSpec,
+    name: str,
+    pod: JSON,
+    *,
+    marks: Mapping[str, str],
+    notes: Mapping[str, str],
+    off: Sequence[str],
 ) -> JSON:
-    """A pod of the job with that spec; `marks` are labels and `notes` annotations beside those of all its pods."""
+    """A pod of the job with that spec; `marks` are labels and `notes` annotations beside those of all its pods. `off`:
+    the nodes that its affinity keeps it off, which are noted to be read again.
+    """
     job, metadata = owner.job, spec.template.metadata
     tolerations = tolerations_of(spec)
+    annotations = {key: text for key, text in metadata.annotations.items() if key != labels.AVOIDED_NODES} | {**notes}
+    if off:
+        annotations[labels.AVOIDED_NODES] = ",".join(off)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -160,7 +172,7 @@ def _pod_document(
                 **marks,
                 labels.MANAGED_BY: labels.OPERATOR,
             },
-            "annotations": {**metadata.annotations, **notes},
+            "annotations": annotations,
             "ownerReferences": [owner.reference()],
         },
         "spec": {**pod, "tolerations": tolerations} if tolerations else pod,
@@ -191,7 +203,7 @@ def spare_of(
         for told_by_the_class in ("priority", "preemptionPolicy"):
             pod.pop(told_by_the_class, None)
     name = labels.spare_name(owner.job.name, number)
-    return _pod_document(owner, spec, name, pod, marks={labels.SPARE: str(number)}, notes={})
+    return _pod_document(owner, spec, name, pod, marks={labels.SPARE: str(number)}, notes={}, off=avoided_nodes)
 
 
 def _idle(container: JSON) -> JSON:

@@ -102,7 +102,8 @@ class Worker:
     """One node's share of the gang. `failure` may be there while the phase is still Running: a rank died
     already. `node` is where it runs, or the pod's name while it runs nowhere; `message` says why it is pending.
     `running_since` is when its launcher began to run, which the pull of an image may put off; None while it does not.
-    `is_placed`: it has a node; `is_unschedulable`: the scheduler has found none for it.
+    `is_placed`: it has a node; `is_unschedulable`: the scheduler has found none for it. `avoided_nodes`: those that it
+    may never go to.
     """
 
     index: int
@@ -116,6 +117,7 @@ class Worker:
     is_unschedulable: bool = False
     node_conditions: tuple[NodeCondition, ...] = ()
     notice: EvictionNotice | None = None  # of its node
+    avoided_nodes: tuple[str, ...] = ()
 
     @property
     def condition_pairs(self) -> tuple[tuple[str, str], ...]:
@@ -125,11 +127,12 @@ class Worker:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spare:
     """What waits for a place into which the gang may grow. `node`: where it has found one; `placed_time`: when (seconds
-    since the epoch).
+    since the epoch). `avoided_nodes`: those that it may never go to.
     """
 
     node: str | None = None
     placed_time: float | None = None
+    avoided_nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +233,8 @@ class Observed:
     `anatomy` is the prediction that the manifest carries, as it is written there; `room` what it is compared with,
     when `policies.memory.is_due`. `idle_seconds` is how often a gang is looked at in which nothing happens and for
     which nothing is due, `untold_seconds` how long an agent may keep a step of it to itself. `nodes` are those that the
-    gang may run on; None on one machine, while a gang runs that is not to grow, and where nothing depends on them.
+    gang may run on; None on one machine, while a gang runs that is not to grow or has a place for all its pods, and
+    where nothing depends on them.
     `committed` is None until a decision asked to read it; `storage_error` says in a line why reading failed, and
     `is_storage_forbidden` that waiting will not mend it. `generation` is the manifest's, None on one machine.
     """

@@ -87,7 +87,9 @@ def _deadlines(status: Status, current: Attempt, limits: Limits, now: float) -> 
             return
         since = current.planned_time if current.restarted_time is None else current.restarted_time
         yield from _smaller(status, current, limits, now)
-        left = max(since, current.dequeued_time or since) + limits.startup_deadline_seconds - now
+        due = max(since, current.dequeued_time or since) + limits.startup_deadline_seconds
+        patient = elastic.startup_until(limits.elastic_policy, status.nodes.desired, current, current.launched_time)
+        left = max(due, patient) - now
         if current.newest_step is None:
             yield f"unless all ranks are here {_in(left)}, the job fails for good (startupDeadlineSeconds)"
     elif limits.elastic_policy is not None and status.nodes.desired < limits.max_nodes:
@@ -114,7 +116,7 @@ def _deadlines(status: Status, current: Attempt, limits: Limits, now: float) -> 
 def _smaller(status: Status, current: Attempt, limits: Limits, now: float) -> Iterator[str]:
     policy = limits.elastic_policy
     if policy is not None and policy.min_nodes < status.nodes.desired:
-        left = current.planned_time + policy.scale_down_timeout_seconds - now
+        left = elastic.patience_until(policy, current, current.launched_time) - now
         least = count_text(policy.min_nodes, "node")
         yield (
             f"unless there is place for all its pods {_in(left)}, the gang goes on with fewer, with {least} at least "

@@ -64,6 +64,7 @@ class PodView:
     is_spare: bool = False  # `index` is its number then
     placed_time: float | None = None  # when the scheduler found a node for it
     member: GroupMember | None = None  # of a group of Kueue's
+    avoided_nodes: tuple[str, ...] = ()  # that it was made to keep off
 
     @property
     def key(self) -> tuple[str, str]:
@@ -191,6 +192,7 @@ def pod_of(pod: JSON) -> PodView | None:
         is_spare=is_spare,
         placed_time=_placed_time(status),
         member=member_of(metadata),
+        avoided_nodes=tuple(filter(None, str(notes.get(labels.AVOIDED_NODES) or "").split(","))),
         phase=status.get("phase") or "Pending",
         reason=status.get("reason") or "",
         message=status.get("message") or "",

@@ -51,10 +51,15 @@ class Cause(StrEnum):
     EVICTION_NOTICE = "EvictionNotice"  # the cloud has announced that it takes a node away
     NODE_UNHEALTHY = "NodeUnhealthy"  # the node has a condition that a rule asks about
     RESIZED = "Resized"  # an elastic gang goes on with another number of nodes
+    NODE_AVAILABLE = "NodeAvailable"  # a gang without a place may go to a node again that its pods keep off
     HANG_DETECTED = "HangDetected"
     SUPERVISOR_RESTARTED = "SupervisorRestarted"  # `stepfast run` itself was killed, its gang with it
     DEADLINE = "Deadline"
     SUSPENDED = "Suspended"
+
+
+# Nothing has failed then: the gang is better launched anew.
+NO_FAILURES = frozenset({Cause.RESIZED, Cause.NODE_AVAILABLE})
 
 
 class Verdict(StrEnum):
@@ -250,6 +255,7 @@ class Attempt:
     shrunk_from: int = 0  # the nodes of the largest of these gangs
     step_before: int | None = None  # where training stood when it was planned
     step_seconds_before: float = 0.0  # how long a step took in the attempt before it
+    launched_time: float | None = None  # when all pods of its gang were made
     in_place_restarts: int = 0  # the times below are those since the last of them
     restarted_time: float | None = None  # when the last of them was seen
     queued_time: float | None = None  # when its pods were seen to wait in a queue

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from stepfast.sizes import size_text
 from stepfast_operator.observed import Failure
 from stepfast_operator.record import (
+    NO_FAILURES,
     Attempt,
-    Cause,
     ConditionType,
     ExcludedNode,
     LastFailure,
@@ -33,7 +33,7 @@ def describe_failure(failure: LastFailure) -> str:
     # What a launcher says ends with it most often.
     code = f", {code}" if code and not re.search(rf"\b{code}\b", failure.message) else ""
     message = f": {failure.message}" if failure.message else ""
-    if failure.reason is Cause.RESIZED:
+    if failure.reason in NO_FAILURES:
         return f"attempt {failure.attempt} ended: {failure.reason}{message}"
     return f"attempt {failure.attempt} failed: {failure.reason} ({who}{where}{code}){message}"
 
@@ -96,7 +96,7 @@ def _is_restore_told(attempt: Attempt) -> bool:
 def describe_recovery(recovery: Recovery) -> str:
     """That training goes on, what it cost."""
     lost = f", {count_text(recovery.steps_lost, 'step')} lost" if recovery.steps_lost else ", nothing lost"
-    seconds, what = recovery.duration_seconds or 0.0, "end" if recovery.cause is Cause.RESIZED else "failure"
+    seconds, what = recovery.duration_seconds or 0.0, "end" if recovery.cause in NO_FAILURES else "failure"
     return f"training goes on {seconds:.1f} s after the {what} of attempt {recovery.attempt}{lost}"
 
 

@@ -49,6 +49,7 @@ from stepfast_operator.observed import Failure, Observed
 from stepfast_operator.policies import exclusion, queueing
 from stepfast_operator.record import (
     MAX_RECOVERIES,
+    NO_FAILURES,
     Attempt,
     Cause,
     FailedReason,
@@ -294,7 +295,7 @@ def _plan(status: Status, plan: PlanAttempt, now: float) -> Status:
         state=State.STARTING,
         attempt=plan.attempt,
         restarts=status.restarts + is_restart,
-        interruptions=status.interruptions + (is_restart and plan.after is not Cause.RESIZED),
+        interruptions=status.interruptions + (is_restart and plan.after not in NO_FAILURES),
         restarts_count_towards_max=status.restarts_count_towards_max + plan.counted,
         restarts_without_progress=plan.without_progress,
         start_time=status.start_time if status.start_time is not None else now,

@@ -81,6 +81,7 @@ def _worker(pod: PodView, node: NodeView | None, is_gone: bool, now: float, is_s
         running_since=pod.running_since,
         is_placed=pod.node is not None,
         is_unschedulable=pod.is_unschedulable,
+        avoided_nodes=pod.avoided_nodes,
     )
 
 

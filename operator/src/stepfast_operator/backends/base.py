@@ -55,7 +55,9 @@ class Backend(Protocol):
         """
 
     async def set_spares(self, count: int, avoided_nodes: Sequence[str]) -> None:
-        """Has so many spares wait for places, none on these nodes; more of them are ended."""
+        """Has so many spares wait for places, none on these nodes; more of them are ended, and those that have no place
+        and keep off other nodes, too, are made anew.
+        """
 
     async def leave_queue(self, attempt: int) -> None:
         """Tells whoever admits the gang that nothing of it, up to that attempt, will run again."""

@@ -50,6 +50,7 @@ class FakeGang:
     earlier_ranks: list[dict[int, RankStatus]] = field(default_factory=list)  # before each in-place restart
     messages: dict[int, str] = field(default_factory=dict)  # why a node's worker is pending
     running_since: dict[int, float] = field(default_factory=dict)  # of a node whose worker was pending for a while
+    avoided_nodes: tuple[str, ...] = ()
 
 
 class FakeBackend:
@@ -264,7 +265,10 @@ class FakeBackend:
             gang.lives = False
         nodes = range(launch.nodes)
         self.gangs[launch.run] = FakeGang(
-            run=launch.run, launched_time=self.now, phases=dict.fromkeys(nodes, WorkerPhase.RUNNING)
+            run=launch.run,
+            launched_time=self.now,
+            phases=dict.fromkeys(nodes, WorkerPhase.RUNNING),
+            avoided_nodes=launch.avoided_nodes,
         )
         self.launches.append(launch)
         self.unschedulable, self.unplaced = {}, set()
@@ -283,8 +287,13 @@ class FakeBackend:
                     gang.ranks[rank] = replace(status, alive=False, ended_time=self.now)
 
     async def set_spares(self, count: int, avoided_nodes: Sequence[str]) -> None:
-        kept = [spare for spare in self.spares if spare.node not in avoided_nodes][:count]
-        self.spares = [*kept, *(Spare() for _ in range(count - len(kept)))]
+        kept = [
+            spare
+            for spare in self.spares
+            if spare.node not in avoided_nodes
+            and (spare.node is not None or set(spare.avoided_nodes) <= set(avoided_nodes))
+        ][:count]
+        self.spares = [*kept, *(Spare(avoided_nodes=tuple(avoided_nodes)) for _ in range(count - len(kept)))]
 
     async def start_agent(self) -> None:
         if self.agent is AgentState.GONE:
@@ -369,8 +378,9 @@ class FakeBackend:
                 running_since=gang.running_since.get(node, gang.launched_time)
                 if phase is WorkerPhase.RUNNING
                 else None,
-                node_conditions=self.node_conditions.get(f"node-{node}", ()),
-                notice=self.notices.get(f"node-{node}"),
+                node_conditions=() if node in without else self.node_conditions.get(f"node-{node}", ()),
+                notice=None if node in without else self.notices.get(f"node-{node}"),
+                avoided_nodes=gang.avoided_nodes,
             )
             for node, phase in sorted(gang.phases.items())
         ]

@@ -337,7 +337,8 @@ class KubernetesBackend:
                     await self._make_pods(launch, launched.nodes)
         except* StepfastError as several:
             raise first_of(several) from None
-        await self._note(replace(launched, is_whole=True))
+        # Its pods may have been refused for long, one after another: the gang is there from now on.
+        await self._note(replace(launched, is_whole=True, launched_time=self._cluster.clock()))
 
     async def _make_service(self) -> None:
         """Makes it unless it is there. Raises NameTaken when another's is."""

@@ -15,7 +15,7 @@ from stepfast_operator.names import is_run_of
 from stepfast_operator.observed import AgentState, Candidate, Gang, Room, Worker
 from stepfast_operator.placement import placement_of
 from stepfast_operator.podview import PodView
-from stepfast_operator.policies import elastic, exclusion, memory
+from stepfast_operator.policies import elastic, exclusion, memory, readmission
 from stepfast_operator.record import Attempt, Status
 from stepfast_operator.room import room_of
 from stepfast_operator.workers import workers_of
@@ -84,11 +84,13 @@ class Sight:
 
     def candidates(self, status: Status, gang: Gang | None) -> Sequence[Candidate] | None:
         """The nodes that the next gang may run on; where nothing depends on them, no walk over thousands of nodes."""
-        is_running = status.open_attempt is not None and gang is not None
-        is_running = is_running and not elastic.may_grow(self._job.spec, status)
         policy = self._job.spec.failure_policy
+        is_running = status.open_attempt is not None and gang is not None
         is_asked = bool(self._view.leaving) or exclusion.is_asked(status, policy)
-        if is_running or status.is_terminal or not is_asked:
+        if is_running:
+            is_asked = (is_asked or self._has_spare_kept_off()) and elastic.may_grow(self._job.spec, status)
+            is_asked = is_asked or readmission.is_asked(gang)
+        if status.is_terminal or not is_asked:
             return None
         placement, wanted = placement_of(self._job.spec), exclusion.wanted_conditions(policy)
         return [
@@ -100,6 +102,11 @@ class Sight:
             for node in self._view.nodes.values()
             if node.not_ready_time is None and placement.admits(node)
         ]
+
+    def _has_spare_kept_off(self) -> bool:
+        """Whether a spare waits for a place that may not be everywhere."""
+        spares = self._view.spares_of(self._job.job, self._job.uid)
+        return any(pod.node is None and pod.avoided_nodes for pod in spares)
 
     def room(self, status: Status, gang: Gang | None) -> Room:
         """Where nothing is compared with it, no walk over thousands of nodes."""

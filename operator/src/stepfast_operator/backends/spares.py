@@ -30,14 +30,22 @@ class Spares:
         self._refused_until = 0.0
 
     def view(self, owner: Owner) -> tuple[Spare, ...]:
-        return tuple(Spare(node=pod.node, placed_time=pod.placed_time) for pod in self._pods(owner))
+        return tuple(
+            Spare(node=pod.node, placed_time=pod.placed_time, avoided_nodes=pod.avoided_nodes)
+            for pod in self._pods(owner)
+        )
 
     async def set(self, owner: Owner, spec: TrainingSpec, count: int, avoided_nodes: Sequence[str]) -> None:
-        """So many of them, none on these nodes. Who has a place keeps it. One that is refused, by whomever, is asked
-        for again later: a gang that trains does not need it, and is to be looked after meanwhile.
+        """So many of them, none on these nodes. Who has a place keeps it; who has none, and keeps off others, too, is
+        made anew. One that is refused, by whomever, is asked for again later: a gang that trains does not need it, and
+        is to be looked after meanwhile.
         """
         pods = sorted(self._pods(owner), key=lambda pod: pod.node is None)
-        kept = [pod for pod in pods if pod.node not in avoided_nodes][:count]
+        kept = [
+            pod
+            for pod in pods
+            if pod.node not in avoided_nodes and (pod.node is not None or set(pod.avoided_nodes) <= set(avoided_nodes))
+        ][:count]
         for pod in pods:
             if pod not in kept:
                 await self._end(pod)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepfast_operator.observed import AgentState, Observed, Worker, WorkerPhase
-from stepfast_operator.policies import queueing, readiness
+from stepfast_operator.policies import elastic, queueing, readiness
 from stepfast_operator.record import Attempt
 
 _NAMED = 3  # pods in one sentence
@@ -58,7 +58,8 @@ def startup_exceeded(observed: Observed, attempt: Attempt) -> str | None:
 
 def startup_left_seconds(observed: Observed, attempt: Attempt) -> float:
     """A gang that was taken to use no SDK may begin to join later than that: then its last rank has as long again as
-    its first had. What waits in a queue is not starting yet.
+    its first had. What waits in a queue is not starting yet. One that may go on with fewer nodes is not late before it
+    has had the time for that.
     """
     limit = observed.spec.startup_deadline_seconds
     if queueing.is_waiting(observed, attempt):
@@ -67,7 +68,14 @@ def startup_left_seconds(observed: Observed, attempt: Attempt) -> float:
     since = max(since, attempt.dequeued_time or since)
     joined = [rank.joined_time for report in observed.reports_of(attempt.run) for rank in report.ranks]
     first = min(joined, default=since)
-    return (since if first <= since + limit else first) + limit - observed.now
+    until = (since if first <= since + limit else first) + limit
+    return max(until, _smaller_until(observed, attempt)) - observed.now
+
+
+def _smaller_until(observed: Observed, attempt: Attempt) -> float:
+    spec, gang = observed.spec, observed.gang
+    launched = gang.launched_time if gang is not None else None
+    return elastic.startup_until(spec.elastic_policy, elastic.size_of(attempt, spec), attempt, launched)
 
 
 def describe_pending(observed: Observed) -> str | None:

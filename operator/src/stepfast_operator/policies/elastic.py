@@ -79,6 +79,21 @@ def reason_of(observed: Observed, attempt: Attempt) -> Leaving | None:
     return _too_large(observed, attempt) or _without_place(observed, attempt) or _with_room(observed, attempt)
 
 
+def patience_until(policy: ElasticPolicy, attempt: Attempt, launched_time: float | None) -> float:
+    """Until when places for all pods are waited for. Before they were made, which a quota or an admission rule may put
+    off, no scheduler, and nobody who adds nodes, knew of them.
+    """
+    begin = attempt.planned_time if launched_time is None else max(attempt.planned_time, launched_time)
+    return begin + policy.scale_down_timeout_seconds
+
+
+def startup_until(policy: ElasticPolicy | None, nodes: int, attempt: Attempt, launched_time: float | None) -> float:
+    """Before which time the gang, of so many nodes, is not late: it may yet go on with fewer."""
+    if policy is None or policy.min_nodes >= nodes:
+        return attempt.planned_time
+    return patience_until(policy, attempt, launched_time)
+
+
 def next_check_seconds(observed: Observed, attempt: Attempt) -> float | None:
     """When a place is waited for no more, or places that were found are not shared with others."""
     if observed.spec.elastic_policy is None:
@@ -126,8 +141,9 @@ def _is_waiting_for_places(observed: Observed, attempt: Attempt) -> bool:
 
 
 def _patience_left(observed: Observed, attempt: Attempt) -> float:
-    policy = observed.spec.elastic_policy
-    return attempt.planned_time + policy.scale_down_timeout_seconds - observed.now if policy is not None else 0.0
+    policy, gang = observed.spec.elastic_policy, observed.gang
+    launched = gang.launched_time if gang is not None else None
+    return patience_until(policy, attempt, launched) - observed.now if policy is not None else 0.0
 
 
 def _workers(observed: Observed) -> Sequence[Worker]:
@@ -146,8 +162,13 @@ def change_of_spares(observed: Observed) -> SetSpares | None:
     if left_for is not None and left_for.nodes is not None and not _is_at_rest(observed):
         return None
     wanted = _wanted(observed)
-    avoided = exclusion.avoided(observed)
-    if len(observed.spares) == wanted and all(spare.node not in avoided for spare in observed.spares):
+    avoided, available = exclusion.avoided(observed), exclusion.available(observed)
+    is_misled = any(
+        # One without a place would never go to a node that is well again.
+        spare.node in avoided or (spare.node is None and not available.isdisjoint(spare.avoided_nodes))
+        for spare in observed.spares
+    )
+    if len(observed.spares) == wanted and not is_misled:
         return None
     return SetSpares(count=wanted, avoided_nodes=avoided)
 

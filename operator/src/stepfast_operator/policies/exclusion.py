@@ -75,6 +75,11 @@ def avoided(observed: Observed) -> tuple[str, ...]:
     return tuple(sorted({*unfit, *excluded}))
 
 
+def available(observed: Observed) -> frozenset[str]:
+    """The names of the nodes that pods which are made now may go to, as far as anything depends on them."""
+    return frozenset(node.name for node in observed.nodes or ()).difference(avoided(observed))
+
+
 # ---------------------------------------------------------------- nodes on which the job fails
 
 

@@ -14,7 +14,7 @@ from typing import assert_never
 from stepfast_operator.failurepolicy import Backoff, FailurePolicy, Rule, RuleAction
 from stepfast_operator.observed import DeadRank, Failure, Observed, WorkerPhase
 from stepfast_operator.policies import exclusion, inplace
-from stepfast_operator.record import Cause, FailedReason, Status, Verdict
+from stepfast_operator.record import NO_FAILURES, Cause, FailedReason, Status, Verdict
 from stepfast_operator.sentences import with_seen_first
 
 # torchrun tells the exit code within milliseconds; only when it cannot is the agent's word alone taken for a
@@ -24,7 +24,7 @@ DEAD_RANK_GRACE_SECONDS = 2.0
 UNTOLD_SECONDS = 3.0
 
 # Not the training's fault: neither counted nor backed off.
-UNCOUNTED = frozenset({Cause.SUPERVISOR_RESTARTED, Cause.SUSPENDED, Cause.RESIZED})
+UNCOUNTED = frozenset({Cause.SUPERVISOR_RESTARTED, Cause.SUSPENDED}) | NO_FAILURES
 # Done to a gang from outside: never counted towards maxRestarts, backed off only without progress.
 DISRUPTIONS = frozenset({Cause.POD_DELETED, Cause.POD_EVICTED, Cause.NODE_LOST, Cause.EVICTION_NOTICE})
 # How a worker ends whose peer was taken away, seen from itself.
