@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from stepfast import catalog
 from stepfast.layout import data_path
+from stepfast.messages import Staged
 from stepfast.slot import CONTROL_BYTES
 from stepfast.step import Tier
 
@@ -354,6 +356,72 @@ def test_slots_take_the_memory_of_mirrors(ring: Any, eventually: Callable[..., N
     peers[0].wait_committed(2)
     eventually(lambda: len(ring.agents[0].slot_files()) == 3, "it has all its slots")
     assert ring.agents[0].status().memory_used_bytes <= 4 << 20
+
+
+# ---------------------------------------------------------------- other jobs' mirrors
+
+_OTHER, _OTHER_RUN = "other/fetches", "uid2-1"
+_OTHER_WORLD = 3
+
+
+def hold_a_mirror_beside_another_job(ring: Any, eventually: Callable[..., None], **settings: Any) -> list[Any]:
+    """Agent 2 (started with `settings`) holds a step of agent 0's rank; returns the ranks of another job, one on each
+    agent, of which agent 1 mirrors what agent 0 has.
+    """
+    for more in ({}, {}, settings):
+        ring.add(**more)
+    ring.form_gangs(eventually, {(JOB, RUN): (0, 2), (_OTHER, _OTHER_RUN): (0, 1, 2)})
+    first = ring.agents[0].join(rank=0, world_size=2, node=0, run=RUN)
+    ring.agents[2].join(rank=1, world_size=2, node=1, run=RUN)
+    first.save(1, data_bytes=1 << 20)
+    eventually(lambda: mirror_of(ring, 2, 1), "it is held")
+    return [
+        agent.join(job=_OTHER, rank=node, world_size=_OTHER_WORLD, node=node, run=_OTHER_RUN)
+        for node, agent in enumerate(ring.agents)
+    ]
+
+
+def mirrors_of_the_job(agent: Any) -> list[Path]:
+    return sorted(agent.memory_dir.glob(f"{JOB}/mirrors/*/*/*"))
+
+
+def test_rank_that_rewrites_its_control_page_takes_no_memory_from_other_jobs_elsewhere(
+    ring: Any, ranks: Any, eventually: Callable[..., None]
+) -> None:
+    liar, _, asking = hold_a_mirror_beside_another_job(ring, eventually)
+    held = mirrors_of_the_job(ring.agents[2])
+    neighbour, file = ring.agents[1], ranks.RankFile(rank=0, step=1)
+    reserved, descriptor = liar.reserve(1, file.size_bytes)
+    try:
+        liar.fill(descriptor, file, 0, file.size_bytes)
+        honest = liar.record(1, reserved.seq, file.size_bytes)
+        liar.write_record(descriptor, honest)
+        liar.client.send(Staged(slot=reserved.slot, seq=reserved.seq, stall_seconds=0.0))
+        eventually(lambda: mirror_files(neighbour) and not building(neighbour), "another node has it, as it is")
+        liar.write_record(descriptor, replace(honest, file_bytes=1 << 44, window_bytes=1 << 44))
+    finally:
+        os.close(descriptor)
+    path = data_path(1, _OTHER_RUN, "state", 0, _OTHER_WORLD)
+    assert read(asking.client.fetch(path)) == (file.bytes(), Tier.MEMORY), "from the node that tells the truth"
+    assert "no room" not in ring.agents[2].log
+    assert mirrors_of_the_job(ring.agents[2]) == held
+
+
+def test_file_for_which_memory_has_no_room_comes_from_the_storage_and_other_jobs_mirrors_stay(
+    ring: Any, ranks: Any, eventually: Callable[..., None]
+) -> None:
+    peers = hold_a_mirror_beside_another_job(ring, eventually, memory_limit=4 << 20)
+    held = mirrors_of_the_job(ring.agents[2])
+    large = 3 << 20
+    peers[0].save(1, data_bytes=large)
+    for peer in peers[1:]:
+        peer.save(1)
+    peers[2].wait_committed(1)
+    path = data_path(1, _OTHER_RUN, "state", 0, _OTHER_WORLD)
+    wanted = ranks.RankFile(rank=0, step=1, data_bytes=large).bytes()
+    assert read(peers[2].client.fetch(path)) == (wanted, Tier.PERSISTENT)
+    assert "no room" in ring.agents[2].log
+    assert mirrors_of_the_job(ring.agents[2]) == held
 
 
 # ---------------------------------------------------------------- who may
