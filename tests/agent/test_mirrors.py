@@ -255,6 +255,25 @@ def test_file_that_no_node_holds_comes_from_the_storage(ring: Any, ranks: Any, e
     assert read(rank.client.fetch(path_of(2, 1))) == (ranks.RankFile(rank=1, step=2).bytes(), Tier.PERSISTENT)
 
 
+def test_mirrored_step_that_is_given_up_leaves_memory(ring: Any, eventually: Callable[..., None]) -> None:
+    """Another node never staged its part of it, and training goes on from an older one."""
+    agents = [ring.add("--commit-patience", "1"), ring.add()]
+    ring.form(eventually, 0, 1)
+    peers = [agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(agents)]
+    peers[1].save(2)
+    eventually(lambda: mirror_of(ring, 0, 2), "the step is held by the other node")
+    hold_back_persisting(agents[1])
+    lose(agents[1])
+    peers[0].die()
+    ring.flush(0)
+    eventually(lambda: "its step 2 is persisted here" in agents[0].log, "it is taken over")
+    agents[0].join(rank=0, world_size=2, node=0, run="uid1-2")
+    eventually(lambda: "step 2 is given up" in agents[0].log, "nobody completes it any more")
+    eventually(lambda: not mirror_files(agents[0]), "its memory is free")
+    eventually(lambda: agents[0].status().memory_used_bytes == 0, "nothing of it is counted")
+    eventually(lambda: "mirrors" not in ring.status(0), "nor told of")
+
+
 # ---------------------------------------------------------------- kills
 
 _SLOW = ("--mirror-bandwidth", str(16 << 20))

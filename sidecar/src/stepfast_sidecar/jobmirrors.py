@@ -187,6 +187,7 @@ class JobMirrors:
 
     def sweep(self, newest_run: Run | None) -> None:
         """Lets go what nobody will ask for any more."""
+        self._let_go_given_up()
         run = newest_run.flow.run if newest_run is not None else None
         committed = newest_run.persisted_step if newest_run is not None else None
         for step in outdated(self._steps(), run=run, committed=committed):
@@ -194,7 +195,7 @@ class JobMirrors:
 
     def release(self, wanted_bytes: int) -> int:
         """Frees memory for slots, whatever was mirrored there, unless it is to be persisted; returns the bytes."""
-        freed = 0
+        freed = self._let_go_given_up()
         for step in sorted(self._steps(), key=lambda one: one.arrived_time):
             if freed < wanted_bytes and not step.is_needed:
                 log.warning("%s: step %s of node %s is mirrored no more: slots need the memory", self._job, step.step,
@@ -304,9 +305,27 @@ class JobMirrors:
         origin.arrived.pop(step.step, None)
         if not flow.uncommitted_parts():
             flow.give_up(step.step)
-            if not flow.holdings:
-                del self._origins[(step.run, step.node)]
+        self._forget_empty(origin)
         return freed
+
+    def _let_go_given_up(self) -> int:
+        """Frees what is left of steps that were to be persisted here and were given up; returns the bytes."""
+        freed = 0
+        for origin in list(self._origins.values()):
+            flow = origin.run.flow
+            for holding in [one for one in flow.holdings.values() if one.held is Held.FREE]:
+                file = self._files.pop(holding.slot)
+                freed += file.size_bytes
+                self._remove(file)
+                flow.remove_slot(holding.rank, holding.slot)
+            self._forget_empty(origin)
+        return freed
+
+    def _forget_empty(self, origin: _Origin) -> None:
+        """Of a node of which nothing is held nothing has to be known, unless a step of it is still to be committed."""
+        flow = origin.run.flow
+        if not flow.holdings and not flow.uncommitted_parts():
+            del self._origins[(flow.run, origin.node)]
 
     def _remove(self, file: SlotFile) -> None:
         self._made.remove(file)
