@@ -70,3 +70,11 @@ def test_node_whose_step_left_memory_before_its_commit_is_forgotten_after_it(mir
     run.flow.committed(1)
     mirrors.sweep(None)
     assert mirrors.runs == []
+
+
+def test_run_that_is_mirrored_for_long_costs_no_more_than_one_that_has_begun(mirrors: JobMirrors) -> None:
+    for step in range(1, 301):
+        mirror(mirrors, step)
+        mirrors.sweep(None)
+    (run,) = mirrors.runs
+    assert set(run.saved) == {300}

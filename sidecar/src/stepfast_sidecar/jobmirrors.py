@@ -303,7 +303,10 @@ class JobMirrors:
             self._remove(file)
             flow.remove_slot(holding.rank, holding.slot)
         origin.arrived.pop(step.step, None)
-        if not flow.uncommitted_parts():
+        uncommitted = flow.uncommitted_parts()
+        if step.step not in uncommitted:
+            origin.run.saved.pop(step.step, None)
+        if not uncommitted:
             flow.give_up(step.step)
         self._forget_empty(origin)
         return freed
