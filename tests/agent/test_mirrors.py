@@ -17,8 +17,9 @@ import pytest
 
 from stepfast import catalog
 from stepfast.layout import data_path
-from stepfast.messages import Staged
-from stepfast.slot import CONTROL_BYTES
+from stepfast.messages import Sharers, Staged
+from stepfast.ranks import UNKNOWN, RankSet
+from stepfast.slot import CONTROL_BYTES, MAX_SHARERS_BYTES
 from stepfast.step import Tier
 
 JOB, RUN = "default/train", "uid1-1"
@@ -329,6 +330,42 @@ def test_mirror_survives_its_agent(ring: Any, ranks: Any, eventually: Callable[.
     ring.agents[0].start()
     rank = ring.agents[0].join(rank=0, world_size=2, node=0, run="uid1-2")
     assert read(rank.client.fetch(path_of(1, 1))) == (ranks.RankFile(rank=1, step=1).bytes(), Tier.MEMORY)
+
+
+def test_mirror_of_a_step_of_some_ranks_alone_is_whole_to_the_next_agent(
+    ring: Any, eventually: Callable[..., None]
+) -> None:
+    """Who shares in it was said once it was staged."""
+    peers = gang_of_two_with_a_mirror(ring, eventually)
+    hold_back_persisting(ring.agents[1])
+    peers[1].save(2, sharers=UNKNOWN)
+    peers[1].client.send(Sharers(step=2, ranks="1"))
+    eventually(lambda: mirror_of(ring, 0, 2), "the step is held by the other node")
+    ring.agents[0].kill()
+    lose(ring.agents[1])
+    ring.agents[0].start()
+    ring.flush(0)
+    eventually(lambda: committed(ring.agents[0]) == [1, 2], "the step is committed")
+
+
+def test_next_agent_is_told_who_shares_in_a_step_that_it_holds(ring: Any, eventually: Callable[..., None]) -> None:
+    """They are more than a control page can say."""
+    agents = [ring.add(), ring.add()]
+    ring.form(eventually, 0, 1)
+    agents[0].join(rank=0, world_size=2000, node=0, run=RUN)
+    rank = agents[1].join(rank=1, world_size=2000, node=1, run=RUN)
+    rank.save(1, sharers=UNKNOWN)
+    sharers = str(RankSet.of(number * number for number in range(1, 45)))
+    rank.client.send(Sharers(step=1, ranks=sharers))
+    assert len(sharers) > MAX_SHARERS_BYTES
+
+    def is_whole() -> bool:
+        return [mirror.step for job in agents[0].status().jobs for mirror in job.mirrors] == [1]
+
+    eventually(is_whole, "the step is held by the other node")
+    agents[0].kill()
+    agents[0].start()
+    eventually(is_whole, "it is whole there again")
 
 
 def test_run_that_saves_faster_than_the_network_carries_has_a_mirror_nevertheless(

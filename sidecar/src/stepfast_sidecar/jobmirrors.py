@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from stepfast.layout import DataName
 from stepfast.nodestatus import JobStatus, MirrorStatus
-from stepfast.ranks import EVERY_RANK, RankSet
-from stepfast.slot import ControlPage, SlotRecord, SlotState
+from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
+from stepfast.slot import MAX_SHARERS_BYTES, ControlPage, SlotRecord, SlotState, rank_record
 from stepfast.slotplan import slot_bytes
 from stepfast.step import JobKey
 from stepfast_sidecar.flow import RunFlow
@@ -87,15 +87,19 @@ class JobMirrors:
         """Room for a file that another node's agent offers. Whoever gets it finishes it, or gives it up."""
         try:
             ranks = RankSet.parse(offer.ranks, record.world_size)
+            sharers = RankSet.parse(offer.sharers, record.world_size) if offer.sharers != EVERY_RANK else None
         except ValueError as error:
             return Refused(refusal=Refusal.DAMAGED, reason=str(error))
         place = Place(node=offer.node, ranks=ranks, rank=record.rank)
-        if reason := _unfit(offer, record, place):
+        if reason := _unfit(offer, record, place, sharers):
             return Refused(refusal=Refusal.DAMAGED, reason=reason)
         origin = self._origins.get((offer.run, offer.node))
         if origin is not None:
             self._hear(origin, source)
             if self._holds(origin, record):
+                # An earlier agent may have been told of them, whose file has no room to say so.
+                if sharers is not None and origin.run.flow.sharers_of(record.step) is None:
+                    origin.run.flow.share(record.step, sharers)
                 return Refused(refusal=Refusal.HELD, reason="it is held")
         for step in abandoned(self._steps(), run=offer.run, node=offer.node, step=record.step):
             self._let_go(step)
@@ -115,6 +119,7 @@ class JobMirrors:
 
     def finish(self, incoming: Incoming, record: SlotRecord, sharers: str, source: str) -> None:
         """All of the file has come, and is what was sent. Raises OSError."""
+        record = _with_sharers(record, sharers)
         file = self._made.finish(incoming, record)
         page = ControlPage(record=record, verdict=None)
         origin = self._keep(incoming.place, file, page, sharers, self._clock())
@@ -335,13 +340,29 @@ class JobMirrors:
         self._room.used_bytes -= file.size_bytes
 
 
-def _unfit(offer: Offer, record: SlotRecord, place: Place) -> str | None:
+def _unfit(offer: Offer, record: SlotRecord, place: Place, sharers: RankSet | None) -> str | None:
     """Why the file cannot be what the offer says; None when it can."""
     if record.state is not SlotState.STAGED or (record.run, record.node) != (offer.run, offer.node):
         return f"it is of {record.run}, node {record.node}, {record.state}"
     if record.rank not in place.ranks or record.window_bytes != record.file_bytes:
         return f"rank {record.rank} with {record.window_bytes} of {record.file_bytes} bytes"
+    if sharers is not None and record.rank not in sharers:
+        return f"rank {record.rank} of a step that is of ranks {sharers}"
     return misfit(record, record.file_bytes)
+
+
+def _with_sharers(record: SlotRecord, sharers: str) -> SlotRecord:
+    """The record with the ranks that share in its step, which may be known since it was staged: for the next agent,
+    whom nobody may be left to tell. The same record where its page has no room for them.
+    """
+    if record.sharers != UNKNOWN or sharers == EVERY_RANK or len(sharers) > MAX_SHARERS_BYTES:
+        return record
+    told = replace(record, sharers=sharers)
+    try:
+        rank_record(told)
+    except ValueError:
+        return record
+    return told
 
 
 def _name_of(record: SlotRecord) -> DataName:
