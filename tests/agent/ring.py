@@ -91,13 +91,27 @@ class Ring:
 
     def form(self, eventually: Callable[..., None], *members: int, run: str = RUN) -> None:
         """These agents, by their places, are a gang's nodes 0, 1, … from now on."""
-        for index, member in enumerate(members):
+        self.form_gangs(eventually, {(JOB, run): members})
+
+    def form_gangs(self, eventually: Callable[..., None], gangs: Mapping[tuple[str, str], tuple[int, ...]]) -> None:
+        """The same of several gangs, by job and run: of each of their agents these are all gangs from now on."""
+        for member in sorted({member for members in gangs.values() for member in members}):
             api = self.apis[member]
             eventually(lambda api=api: api.statuses, "its CheckpointNode is there")
-            others = [members[(index + turn) % len(members)] for turn in range(1, len(members))]
-            namespace, _, name = JOB.partition("/")
-            neighbours = [f"127.0.0.1:{self.ports[other]}" for other in others]
-            api.name_gangs({"namespace": namespace, "name": name, "run": run, "node": index, "neighbours": neighbours})
+            api.name_gangs(
+                *(
+                    self._place(job, run, members, members.index(member))
+                    for (job, run), members in gangs.items()
+                    if member in members
+                )
+            )
+
+    def _place(self, job: str, run: str, members: tuple[int, ...], index: int) -> dict[str, Any]:
+        """What a CheckpointNode says of the gang's node of that index."""
+        others = [members[(index + turn) % len(members)] for turn in range(1, len(members))]
+        namespace, _, name = job.partition("/")
+        neighbours = [f"127.0.0.1:{self.ports[other]}" for other in others]
+        return {"namespace": namespace, "name": name, "run": run, "node": index, "neighbours": neighbours}
 
     def flush(self, member: int, run: str = RUN) -> None:
         namespace, _, name = JOB.partition("/")

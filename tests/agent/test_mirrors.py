@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import pytest
 
 from stepfast import catalog
 from stepfast.layout import data_path
-from stepfast.slot import CONTROL_BYTES
+from stepfast.messages import Sharers, Staged
+from stepfast.ranks import UNKNOWN, RankSet
+from stepfast.slot import CONTROL_BYTES, MAX_SHARERS_BYTES
 from stepfast.step import Tier
 
 JOB, RUN = "default/train", "uid1-1"
@@ -253,6 +256,25 @@ def test_file_that_no_node_holds_comes_from_the_storage(ring: Any, ranks: Any, e
     assert read(rank.client.fetch(path_of(2, 1))) == (ranks.RankFile(rank=1, step=2).bytes(), Tier.PERSISTENT)
 
 
+def test_mirrored_step_that_is_given_up_leaves_memory(ring: Any, eventually: Callable[..., None]) -> None:
+    """Another node never staged its part of it, and training goes on from an older one."""
+    agents = [ring.add("--commit-patience", "1"), ring.add()]
+    ring.form(eventually, 0, 1)
+    peers = [agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(agents)]
+    peers[1].save(2)
+    eventually(lambda: mirror_of(ring, 0, 2), "the step is held by the other node")
+    hold_back_persisting(agents[1])
+    lose(agents[1])
+    peers[0].die()
+    ring.flush(0)
+    eventually(lambda: "its step 2 is persisted here" in agents[0].log, "it is taken over")
+    agents[0].join(rank=0, world_size=2, node=0, run="uid1-2")
+    eventually(lambda: "step 2 is given up" in agents[0].log, "nobody completes it any more")
+    eventually(lambda: not mirror_files(agents[0]), "its memory is free")
+    eventually(lambda: agents[0].status().memory_used_bytes == 0, "nothing of it is counted")
+    eventually(lambda: "mirrors" not in ring.status(0), "nor told of")
+
+
 # ---------------------------------------------------------------- kills
 
 _SLOW = ("--mirror-bandwidth", str(16 << 20))
@@ -310,6 +332,42 @@ def test_mirror_survives_its_agent(ring: Any, ranks: Any, eventually: Callable[.
     assert read(rank.client.fetch(path_of(1, 1))) == (ranks.RankFile(rank=1, step=1).bytes(), Tier.MEMORY)
 
 
+def test_mirror_of_a_step_of_some_ranks_alone_is_whole_to_the_next_agent(
+    ring: Any, eventually: Callable[..., None]
+) -> None:
+    """Who shares in it was said once it was staged."""
+    peers = gang_of_two_with_a_mirror(ring, eventually)
+    hold_back_persisting(ring.agents[1])
+    peers[1].save(2, sharers=UNKNOWN)
+    peers[1].client.send(Sharers(step=2, ranks="1"))
+    eventually(lambda: mirror_of(ring, 0, 2), "the step is held by the other node")
+    ring.agents[0].kill()
+    lose(ring.agents[1])
+    ring.agents[0].start()
+    ring.flush(0)
+    eventually(lambda: committed(ring.agents[0]) == [1, 2], "the step is committed")
+
+
+def test_next_agent_is_told_who_shares_in_a_step_that_it_holds(ring: Any, eventually: Callable[..., None]) -> None:
+    """They are more than a control page can say."""
+    agents = [ring.add(), ring.add()]
+    ring.form(eventually, 0, 1)
+    agents[0].join(rank=0, world_size=2000, node=0, run=RUN)
+    rank = agents[1].join(rank=1, world_size=2000, node=1, run=RUN)
+    rank.save(1, sharers=UNKNOWN)
+    sharers = str(RankSet.of(number * number for number in range(1, 45)))
+    rank.client.send(Sharers(step=1, ranks=sharers))
+    assert len(sharers) > MAX_SHARERS_BYTES
+
+    def is_whole() -> bool:
+        return [mirror.step for job in agents[0].status().jobs for mirror in job.mirrors] == [1]
+
+    eventually(is_whole, "the step is held by the other node")
+    agents[0].kill()
+    agents[0].start()
+    eventually(is_whole, "it is whole there again")
+
+
 def test_run_that_saves_faster_than_the_network_carries_has_a_mirror_nevertheless(
     ring: Any, eventually: Callable[..., None]
 ) -> None:
@@ -354,6 +412,72 @@ def test_slots_take_the_memory_of_mirrors(ring: Any, eventually: Callable[..., N
     peers[0].wait_committed(2)
     eventually(lambda: len(ring.agents[0].slot_files()) == 3, "it has all its slots")
     assert ring.agents[0].status().memory_used_bytes <= 4 << 20
+
+
+# ---------------------------------------------------------------- other jobs' mirrors
+
+_OTHER, _OTHER_RUN = "other/fetches", "uid2-1"
+_OTHER_WORLD = 3
+
+
+def hold_a_mirror_beside_another_job(ring: Any, eventually: Callable[..., None], **settings: Any) -> list[Any]:
+    """Agent 2 (started with `settings`) holds a step of agent 0's rank; returns the ranks of another job, one on each
+    agent, of which agent 1 mirrors what agent 0 has.
+    """
+    for more in ({}, {}, settings):
+        ring.add(**more)
+    ring.form_gangs(eventually, {(JOB, RUN): (0, 2), (_OTHER, _OTHER_RUN): (0, 1, 2)})
+    first = ring.agents[0].join(rank=0, world_size=2, node=0, run=RUN)
+    ring.agents[2].join(rank=1, world_size=2, node=1, run=RUN)
+    first.save(1, data_bytes=1 << 20)
+    eventually(lambda: mirror_of(ring, 2, 1), "it is held")
+    return [
+        agent.join(job=_OTHER, rank=node, world_size=_OTHER_WORLD, node=node, run=_OTHER_RUN)
+        for node, agent in enumerate(ring.agents)
+    ]
+
+
+def mirrors_of_the_job(agent: Any) -> list[Path]:
+    return sorted(agent.memory_dir.glob(f"{JOB}/mirrors/*/*/*"))
+
+
+def test_rank_that_rewrites_its_control_page_takes_no_memory_from_other_jobs_elsewhere(
+    ring: Any, ranks: Any, eventually: Callable[..., None]
+) -> None:
+    liar, _, asking = hold_a_mirror_beside_another_job(ring, eventually)
+    held = mirrors_of_the_job(ring.agents[2])
+    neighbour, file = ring.agents[1], ranks.RankFile(rank=0, step=1)
+    reserved, descriptor = liar.reserve(1, file.size_bytes)
+    try:
+        liar.fill(descriptor, file, 0, file.size_bytes)
+        honest = liar.record(1, reserved.seq, file.size_bytes)
+        liar.write_record(descriptor, honest)
+        liar.client.send(Staged(slot=reserved.slot, seq=reserved.seq, stall_seconds=0.0))
+        eventually(lambda: mirror_files(neighbour) and not building(neighbour), "another node has it, as it is")
+        liar.write_record(descriptor, replace(honest, file_bytes=1 << 44, window_bytes=1 << 44))
+    finally:
+        os.close(descriptor)
+    path = data_path(1, _OTHER_RUN, "state", 0, _OTHER_WORLD)
+    assert read(asking.client.fetch(path)) == (file.bytes(), Tier.MEMORY), "from the node that tells the truth"
+    assert "no room" not in ring.agents[2].log
+    assert mirrors_of_the_job(ring.agents[2]) == held
+
+
+def test_file_for_which_memory_has_no_room_comes_from_the_storage_and_other_jobs_mirrors_stay(
+    ring: Any, ranks: Any, eventually: Callable[..., None]
+) -> None:
+    peers = hold_a_mirror_beside_another_job(ring, eventually, memory_limit=4 << 20)
+    held = mirrors_of_the_job(ring.agents[2])
+    large = 3 << 20
+    peers[0].save(1, data_bytes=large)
+    for peer in peers[1:]:
+        peer.save(1)
+    peers[2].wait_committed(1)
+    path = data_path(1, _OTHER_RUN, "state", 0, _OTHER_WORLD)
+    wanted = ranks.RankFile(rank=0, step=1, data_bytes=large).bytes()
+    assert read(peers[2].client.fetch(path)) == (wanted, Tier.PERSISTENT)
+    assert "no room" in ring.agents[2].log
+    assert mirrors_of_the_job(ring.agents[2]) == held
 
 
 # ---------------------------------------------------------------- who may

@@ -128,7 +128,7 @@ class Agent:
             return
         self.mirrors = Mirrors(
             self.rooms, self.memory, self.config.mirrors, self.config.node,
-            is_expected=self.volumes.has_mirrors, reclaim=self.reclaim, metrics=self.metrics, changed=self.changed,
+            is_expected=self.volumes.has_mirrors, metrics=self.metrics, changed=self.changed,
         )  # fmt: skip
         ends.push_async_callback(self.mirrors.close)
         self._tasks.start(self.mirrors.look(), "look after mirrors")

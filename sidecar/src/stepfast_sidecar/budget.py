@@ -53,8 +53,11 @@ class Budget:
     async def claim(self, size_bytes: int, reclaim: Callable[[int], None] = lambda _: None) -> bool:
         """Takes so much, also of what others give up; False when there is not as much.
 
-        `reclaim` is asked for what is neither free nor leaving. Waits until what leaves is free.
+        `reclaim` is asked for what is neither free nor leaving, and for nothing beyond the limit, which nobody could
+        give up. Waits until what leaves is free.
         """
+        if size_bytes > self._limit:
+            return False
         while not self.take(size_bytes):
             if (lacking := size_bytes - self.coming_bytes) > 0:
                 reclaim(lacking)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from stepfast.layout import DataName
 from stepfast.nodestatus import JobStatus, MirrorStatus
-from stepfast.ranks import EVERY_RANK, RankSet
-from stepfast.slot import ControlPage, SlotRecord, SlotState
+from stepfast.ranks import EVERY_RANK, UNKNOWN, RankSet
+from stepfast.slot import MAX_SHARERS_BYTES, ControlPage, SlotRecord, SlotState, rank_record
 from stepfast.slotplan import slot_bytes
 from stepfast.step import JobKey
 from stepfast_sidecar.flow import RunFlow
@@ -87,15 +87,19 @@ class JobMirrors:
         """Room for a file that another node's agent offers. Whoever gets it finishes it, or gives it up."""
         try:
             ranks = RankSet.parse(offer.ranks, record.world_size)
+            sharers = RankSet.parse(offer.sharers, record.world_size) if offer.sharers != EVERY_RANK else None
         except ValueError as error:
             return Refused(refusal=Refusal.DAMAGED, reason=str(error))
         place = Place(node=offer.node, ranks=ranks, rank=record.rank)
-        if reason := _unfit(offer, record, place):
+        if reason := _unfit(offer, record, place, sharers):
             return Refused(refusal=Refusal.DAMAGED, reason=reason)
         origin = self._origins.get((offer.run, offer.node))
         if origin is not None:
             self._hear(origin, source)
             if self._holds(origin, record):
+                # An earlier agent may have been told of them, whose file has no room to say so.
+                if sharers is not None and origin.run.flow.sharers_of(record.step) is None:
+                    origin.run.flow.share(record.step, sharers)
                 return Refused(refusal=Refusal.HELD, reason="it is held")
         for step in abandoned(self._steps(), run=offer.run, node=offer.node, step=record.step):
             self._let_go(step)
@@ -115,6 +119,7 @@ class JobMirrors:
 
     def finish(self, incoming: Incoming, record: SlotRecord, sharers: str, source: str) -> None:
         """All of the file has come, and is what was sent. Raises OSError."""
+        record = _with_sharers(record, sharers)
         file = self._made.finish(incoming, record)
         page = ControlPage(record=record, verdict=None)
         origin = self._keep(incoming.place, file, page, sharers, self._clock())
@@ -187,6 +192,7 @@ class JobMirrors:
 
     def sweep(self, newest_run: Run | None) -> None:
         """Lets go what nobody will ask for any more."""
+        self._let_go_given_up()
         run = newest_run.flow.run if newest_run is not None else None
         committed = newest_run.persisted_step if newest_run is not None else None
         for step in outdated(self._steps(), run=run, committed=committed):
@@ -194,7 +200,7 @@ class JobMirrors:
 
     def release(self, wanted_bytes: int) -> int:
         """Frees memory for slots, whatever was mirrored there, unless it is to be persisted; returns the bytes."""
-        freed = 0
+        freed = self._let_go_given_up()
         for step in sorted(self._steps(), key=lambda one: one.arrived_time):
             if freed < wanted_bytes and not step.is_needed:
                 log.warning("%s: step %s of node %s is mirrored no more: slots need the memory", self._job, step.step,
@@ -302,24 +308,61 @@ class JobMirrors:
             self._remove(file)
             flow.remove_slot(holding.rank, holding.slot)
         origin.arrived.pop(step.step, None)
-        if not flow.uncommitted_parts():
+        uncommitted = flow.uncommitted_parts()
+        if step.step not in uncommitted:
+            origin.run.saved.pop(step.step, None)
+        if not uncommitted:
             flow.give_up(step.step)
-            if not flow.holdings:
-                del self._origins[(step.run, step.node)]
+        self._forget_empty(origin)
         return freed
+
+    def _let_go_given_up(self) -> int:
+        """Frees what is left of steps that were to be persisted here and were given up; returns the bytes."""
+        freed = 0
+        for origin in list(self._origins.values()):
+            flow = origin.run.flow
+            for holding in [one for one in flow.holdings.values() if one.held is Held.FREE]:
+                file = self._files.pop(holding.slot)
+                freed += file.size_bytes
+                self._remove(file)
+                flow.remove_slot(holding.rank, holding.slot)
+            self._forget_empty(origin)
+        return freed
+
+    def _forget_empty(self, origin: _Origin) -> None:
+        """Of a node of which nothing is held nothing has to be known, unless a step of it is still to be committed."""
+        flow = origin.run.flow
+        if not flow.holdings and not flow.uncommitted_parts():
+            del self._origins[(flow.run, origin.node)]
 
     def _remove(self, file: SlotFile) -> None:
         self._made.remove(file)
         self._room.used_bytes -= file.size_bytes
 
 
-def _unfit(offer: Offer, record: SlotRecord, place: Place) -> str | None:
+def _unfit(offer: Offer, record: SlotRecord, place: Place, sharers: RankSet | None) -> str | None:
     """Why the file cannot be what the offer says; None when it can."""
     if record.state is not SlotState.STAGED or (record.run, record.node) != (offer.run, offer.node):
         return f"it is of {record.run}, node {record.node}, {record.state}"
     if record.rank not in place.ranks or record.window_bytes != record.file_bytes:
         return f"rank {record.rank} with {record.window_bytes} of {record.file_bytes} bytes"
+    if sharers is not None and record.rank not in sharers:
+        return f"rank {record.rank} of a step that is of ranks {sharers}"
     return misfit(record, record.file_bytes)
+
+
+def _with_sharers(record: SlotRecord, sharers: str) -> SlotRecord:
+    """The record with the ranks that share in its step, which may be known since it was staged: for the next agent,
+    whom nobody may be left to tell. The same record where its page has no room for them.
+    """
+    if record.sharers != UNKNOWN or sharers == EVERY_RANK or len(sharers) > MAX_SHARERS_BYTES:
+        return record
+    told = replace(record, sharers=sharers)
+    try:
+        rank_record(told)
+    except ValueError:
+        return record
+    return told
 
 
 def _name_of(record: SlotRecord) -> DataName:

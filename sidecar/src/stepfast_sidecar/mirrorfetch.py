@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Executor
 
 from stepfast.errors import ProtocolError
@@ -30,10 +29,10 @@ class MirrorFetch:
 
     def __init__(
         self, credentials: Credentials, node: str, memory: MemoryTier, *, threads: Executor, on_loop: OnLoop,
-        reclaim: Callable[[int, Room], None], metrics: Metrics,
+        metrics: Metrics,
     ) -> None:  # fmt: skip
         self._credentials, self._node, self._memory = credentials, node, memory
-        self._threads, self._on_loop, self._reclaim, self._metrics = threads, on_loop, reclaim, metrics
+        self._threads, self._on_loop, self._metrics = threads, on_loop, metrics
         self._away: dict[Address, float] = {}  # until when (monotonic)
 
     async def get(self, gang: Gang, room: Room, path: str) -> FetchedFile | None:
@@ -74,8 +73,9 @@ class MirrorFetch:
         ask, taken = Ask(job=str(room.job), path=path), 0
 
         async def take(size_bytes: int) -> None:
+            # Of what is free alone: the storage has the file, too, and what gave way for it might be there alone (I10).
             nonlocal taken
-            if not await self._memory.budget.claim(size_bytes, lambda lacking: self._reclaim(lacking, room)):
+            if not await self._memory.budget.claim(size_bytes):
                 raise NoRoom(f"the memory tier has no room for {path} of {size_bytes} bytes")
             taken = size_bytes
 

@@ -43,8 +43,7 @@ class Mirrors:
 
     def __init__(
         self, rooms: Mapping[JobKey, Room], memory: MemoryTier, settings: MirrorSettings, node: str, *,
-        is_expected: Callable[[JobKey], bool], reclaim: Callable[[int, Room], None], metrics: Metrics,
-        changed: Callable[[bool], None],
+        is_expected: Callable[[JobKey], bool], metrics: Metrics, changed: Callable[[bool], None],
     ) -> None:  # fmt: skip
         """Listens from now on. `is_expected`: whether the job's pods say that its steps are mirrored.
 
@@ -56,9 +55,8 @@ class Mirrors:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="stepfast-mirror", initializer=give_way)
         self._credentials, self._pace = Credentials(folder=settings.credentials), Pace(settings.bytes_per_second)
         self._fetch = MirrorFetch(
-            self._credentials, node, memory, threads=self._threads, on_loop=self._on_loop, reclaim=reclaim,
-            metrics=metrics,
-        )  # fmt: skip
+            self._credentials, node, memory, threads=self._threads, on_loop=self._on_loop, metrics=metrics
+        )
         self._gangs: tuple[Gang, ...] = ()
         self._senders: dict[Gang, MirrorSender] = {}
         self._sending: dict[Gang, asyncio.Task[None]] = {}
@@ -185,7 +183,8 @@ class Mirrors:
             return None
         held = room.held_file(ask.path)
         record = held.read_control().record if held is not None else None
-        if held is None or record is None:
+        # Its rank may have written anything into the control page since the step was staged.
+        if held is None or record is None or not 0 < record.file_bytes <= held.capacity_bytes:
             return None
         try:
             return held.open(writable=False), record
