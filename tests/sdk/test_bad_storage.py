@@ -128,6 +128,23 @@ def test_close_tells_that_the_newest_save_is_not_committed(
     obstacle.heal()
 
 
+def test_save_that_failed_long_ago_is_not_taken_for_committed(
+    bench: Any, file_in_the_way: Callable[[Path], Any]
+) -> None:
+    checkpointer = bench.make(bench.environment(max_to_keep=0), state={})
+    saves = [checkpointer.save(0)]
+    obstacle = file_in_the_way(bench.folder)
+    obstacle.place()
+    saves.append(checkpointer.save(1))
+    obstacle.heal()
+    saves += [checkpointer.save(step) for step in range(2, 103)]
+
+    with pytest.raises(CheckpointNotFound, match="step 1 is not committed"):
+        saves[1].wait(timeout_seconds=30.0)
+    saves[0].wait(timeout_seconds=30.0)
+    saves[2].wait(timeout_seconds=30.0)
+
+
 @pytest.mark.parametrize("call", ["step", "save"])
 @pytest.mark.parametrize("restored", [None, 1], ids=["from scratch", "from an older step"])
 def test_close_tells_that_nothing_was_saved_behind_newer_steps_that_could_not_be_marked(
