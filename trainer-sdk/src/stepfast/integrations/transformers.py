@@ -77,8 +77,9 @@ class StepfastTrainerMixin(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's. `resume_from_checkpoint`: None or True: the latest step of this output_dir, if it has one;
-        False: from scratch; a folder, of a step or a real one: that. In a job that was restarted since, each of them
-        means the latest step. A second training of a process in one output_dir begins anew unless told otherwise.
+        False: from scratch; a folder, of a step or a real one: that. In a job that was restarted, resumed or resized
+        since, each of them means the latest step. A second training of a process in one output_dir begins anew unless
+        told otherwise.
 
         Returns when all is persisted. Raises StateUnsupported, CheckpointNotFound, CheckpointDamaged, StorageError.
         """
@@ -114,7 +115,7 @@ class StepfastTrainerMixin(Trainer):
 
     def _resume_point(self, asked: str | bool | None) -> Any:
         """The folder that Trainer is to go on from."""
-        is_restarted = self.checkpoints.environment.interruptions > 0
+        is_restarted = self.checkpoints.environment.is_restarted
         is_first = self._folder not in _trained_in  # else the latest step is the first training's
         is_named = isinstance(asked, str | os.PathLike)
         found = None
