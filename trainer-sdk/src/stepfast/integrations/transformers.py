@@ -92,6 +92,10 @@ class StepfastTrainerMixin(Trainer):
         self._own_folders.finish()
         return result
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        with self._own_folders.watching():  # where one checkpoint is kept, and the best, the last one goes
+            return super()._finalize_training(*args, **kwargs)
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         # What Trainer adds up, too: each loss is a share of its step's.
@@ -184,7 +188,8 @@ class StepfastTrainerMixin(Trainer):
         try:
             # Each rank needs the folder: of the best one Trainer asks whether it is there.
             self._own_folders.point(folder, opened.step, opened.tag)
-            super()._save_checkpoint(model, trial)
+            with self._own_folders.watching():
+                super()._save_checkpoint(model, trial)
             if self.is_world_process_zero():
                 opened.put(STATE, _tensor(self._state_text(folder)), copy=False)
             self.saved = opened.commit()
