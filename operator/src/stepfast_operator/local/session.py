@@ -120,6 +120,7 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
         memory_limit=memory_limit,
         anatomy=anatomy,
         on_line=view.line,
+        say=view.say,
         on_change=wake.set,
     )
     backend = ProcessBackend(job, uid, state, agent, settings)
@@ -132,6 +133,11 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
                 f"what is not persisted stays in memory ({agent.memory_folder}); the same command persists it first"
             )
         interrupts.restore()
+    if not backend.catch_up():
+        view.say(
+            f"how the job ended could not be noted in {state.status_file}: to the same command it was ended in the "
+            "middle, and goes on from its latest step"
+        )
     return Outcome(
         uid=uid,
         status=status,
@@ -188,6 +194,7 @@ async def _loop(backend: ProcessBackend, status: Status, wake: asyncio.Event, vi
     while True:
         # Cleared before looking: what changes while we look wakes us again.
         wake.clear()
+        backend.catch_up()
         seen = await reconcile(backend, status)
         status = seen.after
         view.show(seen)
