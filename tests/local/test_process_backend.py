@@ -153,7 +153,7 @@ def test_job_that_is_over_is_a_new_job_next_time(supervise: Supervise, tmp_path:
     assert status_of(tmp_path).attempt == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupt_suspends_and_the_same_command_goes_on(
     supervise: Supervise, tmp_path: Path, wait_until: WaitUntil, number: signal.Signals
 ) -> None:

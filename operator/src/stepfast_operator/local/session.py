@@ -226,27 +226,39 @@ def exit_code_of(status: Status) -> int:
 
 class _Interrupts:
     """The first Ctrl-C (or SIGTERM) asks for a last checkpoint, the second stops at once; what is staged is
-    flushed.
+    flushed. A terminal that closes (SIGHUP) asks for a last checkpoint, however often: the shell, the kernel and
+    whoever ends the login session may all tell of it, the last with a SIGTERM beside it.
     """
 
     def __init__(self, backend: ProcessBackend, wake: asyncio.Event, view: View) -> None:
         self._backend, self._wake, self._view = backend, wake, view
+        self._is_asked = False
+        self._handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            self._handlers[signal.SIGHUP] = self._suspend
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt)
+        for number, handler in self._handlers.items():
+            loop.add_signal_handler(number, handler)
 
     def restore(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._handlers:
             loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
-        if self._backend.intent is Intent.RUN:
-            self._backend.ask(Intent.SUSPEND)
-            is_training = self._backend.is_gang_alive
-            first = "saving a last checkpoint, then stopping" if is_training else "stopping; no gang is running"
-            self._view.say(f"{first}; once more stops now")
-        else:
-            self._backend.ask(Intent.STOP_NOW)
-            self._view.say("stopping now; what is staged is still persisted")
+        if not self._is_asked:
+            self._is_asked = True
+            self._suspend()
+            return
+        self._backend.ask(Intent.STOP_NOW)
+        self._view.say("stopping now; what is staged is still persisted")
+        self._wake.set()
+
+    def _suspend(self) -> None:
+        if self._backend.intent is Intent.STOP_NOW:
+            return
+        self._backend.ask(Intent.SUSPEND)
+        is_training = self._backend.is_gang_alive
+        first = "saving a last checkpoint, then stopping" if is_training else "stopping; no gang is running"
+        self._view.say(f"{first}; once more stops now")
         self._wake.set()
