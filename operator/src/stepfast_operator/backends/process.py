@@ -188,6 +188,9 @@ class ProcessBackend:
     def _launch(self, launch: LaunchGang) -> None:
         """Raises OSError; some of it may live then."""
         state, nodes = self._state, self._job.spec.trainer.num_nodes
+        # What an earlier job of this name said of its end goes first: with the record beside it, it were this gang's.
+        for node in range(nodes):
+            state.termination(launch.attempt, node).unlink(missing_ok=True)
         # Before the first process: whoever finds no such file knows that nothing of this run ever lived.
         record = Launch(run=launch.run, launched_time=self._settings.clock(), nodes=nodes)
         state.write_launch(launch.attempt, record)
@@ -195,7 +198,6 @@ class ProcessBackend:
         self._gang_run = launch.run
         loop = asyncio.get_running_loop()
         for node in range(nodes):
-            state.termination(launch.attempt, node).unlink(missing_ok=True)
             start = self._start(launch, node, port)
             process = self._gang[node] = self._standby.take(start) or GangProcess(start, self._settings.on_line)
             loop.add_reader(process.output, self._read_output, process)
