@@ -150,7 +150,7 @@ def test_launch_that_fails_is_made_again(runs: Any, tmp_path: Path) -> None:
     obstacle = tmp_path / ".stepfast" / "jobs" / "local.train" / "attempt-0002"
     obstacle.touch()
     (tmp_path / "fail").touch()
-    runs.wait_for(lambda: "attempt 2 is not launched yet: [Errno 17] File exists" in runs.log, process)
+    runs.wait_for(lambda: "attempt 2 is not launched yet: [Errno 20] Not a directory" in runs.log, process)
     obstacle.unlink()
     assert runs.finish(process) == 0, runs.log[-6000:]
     assert (runs.summary["state"], runs.summary["attempt"]) == ("Complete", 2)
