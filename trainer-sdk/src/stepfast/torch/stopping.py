@@ -33,9 +33,7 @@ class Stopping:
         """Whether all ranks are to save this step, and to wait behind it. Every rank asks about the same steps, in
         their order, and none of them goes on without rank 0. Raises GangError.
         """
-        if (
-            step < self._step
-        ):  # another training of this process counts from its beginning, or an older state was loaded
+        if step < self._step:  # another training of this process, which counts anew, or an older state was loaded
             self._next_step, self._stride = 0, 1
         self._step = step
         if self._is_last or step < self._next_step:
