@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -34,8 +34,8 @@ class Runs:
         self._forks_of = forks_of
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-        """Begins `stepfast run` with these arguments."""
+    def start(self, *arguments: str, out: IO[bytes] | int | None = None, **environment: str) -> subprocess.Popen[bytes]:
+        """Begins `stepfast run` with these arguments. `out`: its standard output; by default that goes to the log."""
         stepfast = ["-m", "stepfast.cli"]
         if self._forks_of is not None:
             python = self._forks_of.program
@@ -45,7 +45,8 @@ class Runs:
         with open(self.folder / "run.log", "ab") as log:
             process = subprocess.Popen(
                 [sys.executable, *stepfast, "run", "--summary", "summary.json", *arguments],
-                cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                cwd=self.folder, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True,
+                stdout=log if out is None else out,
                 env={**os.environ, **environment},
             )  # fmt: skip
         self._started.append(process)

@@ -88,6 +88,12 @@ class AgentProcess:
         assert self.process is not None
         return self.process.pid
 
+    @property
+    def command(self) -> list[str]:
+        command = [sys.executable, "-m", "stepfast_sidecar", "--socket", self.socket, "--node", "node-a"]
+        command += ["--memory-dir", str(self.memory_dir), "--memory-limit", str(self.memory_limit)]
+        return [*command, *self.options]
+
     def start(self, *, environment: Mapping[str, str] | None = None) -> AgentProcess:
         """Starts it (again), and waits until it answers."""
         self.launch(environment=environment)
@@ -96,19 +102,9 @@ class AgentProcess:
 
     def launch(self, *, environment: Mapping[str, str] | None = None) -> None:
         """Starts it (again), and does not wait."""
-        command = [
-            sys.executable,
-            "-m",
-            "stepfast_sidecar",
-            "--socket",
-            self.socket,
-            "--memory-dir",
-            str(self.memory_dir),
-        ]
-        command += ["--memory-limit", str(self.memory_limit), "--node", "node-a", *self.options]
         with (self.folder / "agent.log").open("ab") as log:
             surroundings = {**os.environ, **self.environment, **(environment or {})}
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=surroundings)
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=surroundings)
 
     def _answers(self) -> bool:
         assert self.process is not None

@@ -317,6 +317,38 @@ def test_agent_that_ends_under_living_ranks_leaves_them_their_memory(new_agent: 
     assert not back.lost.is_set()
 
 
+# Starts an agent, says which process that is, and waits.
+STARTER = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
+
+
+def test_agent_whose_starter_is_dead_removes_the_memory_once_the_last_rank_has_ended(
+    new_agent: Any, ranks: Any
+) -> None:
+    agent = new_agent("--remove-memory")
+    assert agent.terminate() == 0
+    command = [sys.executable, "-c", STARTER, *agent.command]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as starter:
+        assert starter.stdout is not None
+        orphan = psutil.Process(int(starter.stdout.readline()))
+        try:
+            ranks.eventually(lambda: os.path.exists(agent.socket), "the agent serves")
+            rank = agent.join()
+            rank.save(1)
+            rank.wait_committed(1)
+            starter.kill()
+            starter.wait()
+            orphan.send_signal(signal.SIGTERM)
+            dying = threading.Timer(1.0, rank.die)  # as one with much memory takes
+            dying.start()
+            orphan.wait(60)
+            dying.join()
+        finally:
+            if orphan.is_running():
+                orphan.kill()
+            starter.kill()
+    assert not agent.memory_dir.exists()
+
+
 def test_agent_that_cannot_persist_what_is_staged_says_so_by_its_exit_status(new_agent: Any) -> None:
     agent = new_agent("--remove-memory", "--flush-timeout", "0.5", "--storage-deadline", "0.2", "--retry-limit", "0.2")
     agent.storage.rmdir() if agent.storage.exists() else None

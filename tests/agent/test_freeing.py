@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from stepfast.messages import Expect
+from stepfast_sidecar.budget import Budget
 
 MIB = 1 << 20
 SECONDS = 60
@@ -173,3 +175,12 @@ def test_agent_frees_what_the_one_before_it_had_let_go(
     finally:
         for descriptor in held:
             os.close(descriptor)
+
+
+def test_nobody_gives_memory_up_for_more_than_there_is() -> None:
+    budget, asked = Budget(10 * MIB), list[int]()
+    assert budget.take(4 * MIB)
+    assert not asyncio.run(budget.claim(11 * MIB, asked.append))
+    assert asked == []
+    assert not asyncio.run(budget.claim(10 * MIB, asked.append))
+    assert asked == [4 * MIB], "of what there is at all it is asked for"

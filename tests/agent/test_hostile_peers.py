@@ -8,12 +8,14 @@ import ctypes
 import os
 import random
 import socket
+import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from stepfast import catalog
@@ -525,3 +527,37 @@ def test_garbage_in_control_pages_does_not_keep_a_restarted_agent_from_starting(
     back = agent.join(run="uid1-1")
     back.save(2)
     back.wait_committed(2)
+
+
+# ---------------------------------------------------------------- the port of metrics and probes
+
+_MANY = 300
+
+
+def _is_closed(silent: socket.socket) -> bool:
+    """Whether the other side has closed the connection, which is otherwise used a little more."""
+    try:
+        silent.send(b"G")
+        return silent.recv(1, socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_connections_that_never_end_their_requests_cost_few_threads_and_hold_up_no_probe(
+    new_agent: Callable[..., Any], ranks: Any, free_port: int
+) -> None:
+    agent = new_agent("--metrics-port", str(free_port))
+    process = psutil.Process(agent.pid)
+    before = process.num_threads()
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", free_port), 30)) for _ in range(_MANY)]
+        for page in ("healthz", "readyz", "metrics"):
+            for one in silent:
+                _is_closed(one)
+            with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/{page}", timeout=30) as answer:
+                assert answer.status == 200
+            assert process.num_threads() < before + _MANY // 2
+        ranks.eventually(lambda: all(map(_is_closed, silent)), "none has more time than a request takes")
+    ranks.eventually(lambda: process.num_threads() <= before + 1, "their threads have ended")

@@ -75,6 +75,7 @@ class ProcessHarness:
             open_store=lambda uri: self.store,  # type: ignore[arg-type,return-value] # as much as is needed of one
             memory_limit=1,
             on_line=lambda line: None,
+            say=lambda text: None,
             on_change=lambda: None,
         )
         state = StateFolder(self.folder, self.job)

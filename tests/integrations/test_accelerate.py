@@ -23,8 +23,9 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from stepfast.integrations.accelerate import StepfastAccelerator
 
-ranks, crash_at, is_seedable = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "seedable"
+ranks, is_seedable, saves_behind = int(sys.argv[1]), sys.argv[3] == "seedable", sys.argv[4:] == ["behind"]
 attempt = os.environ["STEPFAST_ATTEMPT"]
+crash_at = dict(enumerate(sys.argv[2].split(","), start=1)).get(int(attempt))
 
 class Counter:
     steps = 0
@@ -50,7 +51,8 @@ def train(kind, out):
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     data = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(3)))
     loader = torch.utils.data.DataLoader(data, batch_size=4 // ranks, shuffle=True)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    evaluated = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 8)))
+    model, optimizer, loader, evaluated, schedule = accelerator.prepare(model, optimizer, loader, evaluated, schedule)
     counter, noted = Counter(), []
     accelerator.register_for_checkpointing(counter)
     def note(models, weights, folder):
@@ -74,17 +76,23 @@ def train(kind, out):
                 optimizer.zero_grad()
             losses[counter.steps] = loss.item().hex()
             counter.steps += 1
-            if counter.steps % 4 == 0:
+            if counter.steps == 16 if saves_behind else counter.steps % 4 == 0:
                 accelerator.save_state()
-            if counter.steps == crash_at and attempt == "1" and accelerator.process_index == ranks - 1:
+            if is_ours and str(counter.steps) == crash_at and accelerator.process_index == ranks - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
+        if saves_behind:
+            assert len(list(evaluated)) == 4
+            accelerator.save_state()
     generator = torch.get_rng_state().tolist()
     accelerator.wait_for_everyone()
     folders = sorted(os.listdir(os.path.join(out, "checkpoints")))
     weights = [value.flatten().tolist() for value in model.state_dict().values()]
     if is_ours:
         accelerator._folders.finish()
-    return {"losses": losses, "noted": noted, "generator": generator, "weights": weights, "folders": folders}
+    return {
+        "losses": losses, "noted": noted, "generator": generator, "weights": weights, "folders": folders,
+        "iterations": [loader.iteration, evaluated.iteration],
+    }
 
 if attempt != "1" and int(os.environ["LOCAL_RANK"]) == 0:
     shutil.rmtree("out")  # the next attempt finds an empty disk
@@ -110,6 +118,16 @@ def test_killed_training_goes_on_bit_for_bit_on_an_empty_disk(
         assert ours["noted"] == ["20"]
         assert ours["folders"] == ["checkpoint_7", "checkpoint_8"]
     assert runs.committed() == [16, 18]
+
+
+def test_epoch_behind_one_that_was_gone_on_within_has_an_order_of_its_own(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    # Killed in the second epoch of three, and in the third, behind the save between them.
+    summary = runs.run("train.py", "1", "18,26", "seedable", "behind")
+    assert (summary["restarts"], summary["checkpoint"]["restoredStep"]) == (2, 12)
+    ours, plain = json.loads((tmp_path / "found.0").read_text())
+    assert ours["losses"] == {step: plain["losses"][step] for step in map(str, range(24, 36))}
+    assert (ours["weights"], ours["iterations"]) == (plain["weights"], [3, 3])
 
 
 ALONE = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from stepfast import catalog
 from stepfast.environment import read_environment
 from stepfast.errors import CheckpointNotFound, StorageError
 from stepfast.integrations.pointers import Pointers, Scope, path_of, tag_of
@@ -18,6 +21,7 @@ from stepfast.step import is_tag
 from stepfast.storage.local import LocalStore
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import Sharing, TaggedCheckpoints
+from stepfast.torch.writer import Saved
 
 Begin = Callable[..., Pointers]
 
@@ -117,6 +121,105 @@ def test_step_that_the_storage_does_not_let_go_is_removed_with_the_next(begin: B
     pointers.finish()
     assert not answers
     assert [found.tag for found in pointers.checkpoints.steps()] == ["two"]
+
+
+def commit(pointers: Pointers, path: str) -> Saved:
+    """As an integration does, up to the commit."""
+    opened = pointers.checkpoints.open(path)
+    opened.put("model", torch.ones(2))
+    pointers.point(path, opened.step, path)
+    saved = opened.commit()
+    pointers.committed(saved)
+    return saved
+
+
+def kept(pointers: Pointers) -> list[str]:
+    """The tags of the steps that stay."""
+    pointers.sweep()
+    pointers.finish()
+    return [found.tag for found in pointers.checkpoints.steps()]
+
+
+def test_step_goes_when_the_framework_removes_its_pointer_and_not_when_somebody_else_does(begin: Begin) -> None:
+    pointers = begin()
+    for path in ("one", "two", "three"):
+        commit(pointers, path)
+    shutil.rmtree("one")
+    assert kept(pointers) == ["one", "two", "three"]
+    with pointers.watching():
+        shutil.rmtree("two")
+    assert kept(pointers) == ["one", "three"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_pointers_that_cannot_be_read_keep_their_steps(begin: Begin, monkeypatch: Any, number: int) -> None:
+    pointers = begin()
+    for path in ("one", "two"):
+        commit(pointers, path)
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fail)
+        assert kept(pointers) == ["one", "two"]
+        with pytest.raises(OSError, match=os.strerror(number)):
+            pointers.find("one", "one")
+    with monkeypatch.context() as patch, pointers.watching():
+        patch.setattr(Path, "lstat", fail)
+    assert kept(pointers) == ["one", "two"]
+
+
+def test_a_folder_that_is_gone_as_a_whole_keeps_its_steps(begin: Begin) -> None:
+    pointers = begin()
+    for path in ("out/one", "out/two"):
+        commit(pointers, path)
+    with pointers.watching():
+        shutil.rmtree("out")
+    assert kept(pointers) == ["out/one", "out/two"]
+
+
+def test_step_goes_when_the_script_removes_its_folder_and_not_when_files_or_the_disk_go(begin: Begin) -> None:
+    pointers = begin()
+    for path in ("out/one", "out/two", "out/three"):
+        commit(pointers, path)
+    Path("out/one/stepfast.json").unlink()
+    pointers.look()
+    for path in ("out/one", "out/two", "out/three"):
+        shutil.rmtree(path)
+    pointers.look()
+    commit(pointers, "out/four")
+    assert kept(pointers) == ["out/one", "out/four"]
+    os.rename("out", "away")
+    os.mkdir("out")  # as where it was mounted on
+    pointers.look()
+    commit(pointers, "out/five")
+    pointers.look()
+    assert kept(pointers) == ["out/one", "out/four", "out/five"]
+
+
+@pytest.mark.parametrize("newer", ["two", "one"], ids=["another-path", "the-same-path"])
+def test_step_whose_follower_could_not_be_saved_stays_until_one_is(begin: Begin, monkeypatch: Any, newer: str) -> None:
+    save(begin(), "one")
+    pointers = begin()
+    pointers.make_again(lambda found: Path(found.tag), ())
+    begun = pointers.checkpoints.latest()
+    assert begun is not None
+    pointers.checkpoints.load(begun.step, "model")
+
+    def fail(*_: Any, **__: Any) -> list[int]:
+        raise StorageError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "supersede_after", fail)
+        assert not commit(pointers, newer).saved
+    with pointers.watching():
+        if newer != "one":
+            shutil.rmtree("one")
+    assert kept(pointers) == ["one"]
+    assert pointers.find("one", "one") is not None
+    assert commit(pointers, newer).saved
+    assert kept(pointers) == [newer]
 
 
 def test_pointers_of_another_storage_are_not_taken_for_lost_ones(begin: Begin) -> None:

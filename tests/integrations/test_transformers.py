@@ -296,9 +296,10 @@ def test_named_folder_keeps_the_best_and_removes_what_is_too_many_on_an_empty_di
 
     assert train(None, 4) == [4, *kept(4)]
     shutil.rmtree(tmp_path / "out")
-    assert train("out/checkpoint-4", 8) == [4, *kept(8)]
-    # From scratch, and killed since: what was trained since stays.
-    assert train(False, 9, STEPFAST_SETTINGS='{"interruptions": 1}') == [1, *kept(9)]
+    assert train("out/checkpoint-4", 7) == [3, *kept(7)]
+    # From scratch, and killed since, or suspended, which is no interruption: what was trained since stays.
+    assert train(False, 8, STEPFAST_SETTINGS='{"interruptions": 1}') == [1, *kept(8)]
+    assert train(False, 9, STEPFAST_RUN="uid-2", STEPFAST_SETTINGS='{"interruptions": 0}') == [1, *kept(9)]
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers" / "train.py"

@@ -67,6 +67,7 @@ def backend(store: HungStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         open_store=lambda uri: store,  # type: ignore[arg-type,return-value] # as much as is needed of one
         memory_limit=1,
         on_line=lambda line: None,
+        say=lambda text: None,
         on_change=lambda: None,
     )
     job = TrainingJob(job=JOB, spec=TrainingSpec(trainer=Trainer(command=("torchrun", "t.py"))))

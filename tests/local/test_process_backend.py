@@ -4,6 +4,7 @@ next.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,13 +16,16 @@ from typing import Any
 import pytest
 
 from stepfast.step import JobKey
+from stepfast_operator.actions import LaunchGang
 from stepfast_operator.backends import processes
 from stepfast_operator.backends.gangprocess import RUN, command_of
 from stepfast_operator.backends.localagent import MARKER
 from stepfast_operator.backends.memoryfolder import memory_folder, socket_folder
+from stepfast_operator.backends.process import ProcessBackend, ProcessSettings
 from stepfast_operator.backends.statefolder import JobLocked, Launch, StateFolder, StatusUnreadable
-from stepfast_operator.record import Cause, State, Status
-from stepfast_operator.spec import Trainer
+from stepfast_operator.observed import Gang, WorkerPhase
+from stepfast_operator.record import Attempt, Cause, State, Status
+from stepfast_operator.spec import Trainer, parse_manifest
 
 # A launcher with one rank in a session of its own, as torchrun's are. Each start leaves a file with the
 # rank's pid
@@ -153,7 +157,7 @@ def test_job_that_is_over_is_a_new_job_next_time(supervise: Supervise, tmp_path:
     assert status_of(tmp_path).attempt == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupt_suspends_and_the_same_command_goes_on(
     supervise: Supervise, tmp_path: Path, wait_until: WaitUntil, number: signal.Signals
 ) -> None:
@@ -214,6 +218,41 @@ def test_start_of_an_earlier_job_of_this_name_is_not_taken_for_this_ones(tmp_pat
     launch = state.read_launch(1, "old-1")
     assert launch is not None
     assert launch.launched_time == 1.0
+
+
+def test_kill_in_the_midst_of_a_launch_makes_no_success_of_what_an_earlier_job_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = parse_manifest(json.loads(gang_manifest(tmp_path)), default_namespace="local")
+    attempt = Attempt(attempt=1, run="new-1", resume_step=0, planned_time=1.0)
+    state = StateFolder(tmp_path / "jobs", job.job)
+    state.write_launch(1, Launch(run="old-1", launched_time=1.0, nodes=1))
+    state.termination(1, 0).write_text('{"exitCode": 0}')
+    write_launch = StateFolder.write_launch
+
+    def write_and_die(self: StateFolder, number: int, launch: Launch) -> None:
+        write_launch(self, number, launch)
+        raise KeyboardInterrupt
+
+    async def play() -> Gang | None:
+        settings = ProcessSettings(
+            storage_uri="memory://x",
+            open_store=lambda uri: pytest.fail("nothing is read"),
+            memory_limit=1,
+            on_line=lambda line: None,
+            say=lambda text: None,
+            on_change=lambda: None,
+        )
+        monkeypatch.setattr(StateFolder, "write_launch", write_and_die)
+        before = ProcessBackend(job, "new", state, None, settings)
+        with pytest.raises(KeyboardInterrupt):
+            await before.launch(LaunchGang(attempt=1, run="new-1", resume_step=0, nodes=1))
+        after = ProcessBackend(job, "new", state, None, settings)
+        return (await after.observe(Status(attempt=1, current=attempt))).gang
+
+    gang = asyncio.run(play())
+    assert gang is not None
+    assert [worker.phase for worker in gang.workers] == [WorkerPhase.FAILED]
 
 
 def test_damaged_status_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from stepfast_operator.backends.memoryfolder import memory_folder
@@ -62,11 +66,14 @@ def test_killed_and_resumed_training_ends_bit_for_bit_like_an_undisturbed_one(ru
         assert _differences(one, other) == []
 
 
-def test_interrupt_saves_and_the_same_command_goes_on_from_there(runs: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_interrupt_saves_and_the_same_command_goes_on_from_there(
+    runs: Any, tmp_path: Path, number: signal.Signals
+) -> None:
     arguments = ["--nproc-per-node", "2", str(EXAMPLE), *SMALL, "--steps", "4000"]
     process = runs.start(*arguments)
     runs.wait_for(lambda: len(runs.committed()) >= 1, process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert runs.finish(process) == 130
     suspended = runs.summary
     assert suspended["state"] == "Suspended"
@@ -81,6 +88,48 @@ def test_interrupt_saves_and_the_same_command_goes_on_from_there(runs: Any, tmp_
     assert complete["state"] == "Complete"
     assert complete["checkpoint"]["restoredStep"] == last
     assert runs.committed()[-1] == last + 10
+
+
+# A terminal with `stepfast run` in it; it closes when this program is killed.
+TERMINAL = """
+import os, pty, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.executable, [sys.executable, "-m", "stepfast.cli", "run", "--summary", "summary.json", *sys.argv[1:]])
+while os.read(terminal, 4096):
+    pass
+"""
+
+
+def test_terminal_that_closes_costs_no_step(runs: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TERMINAL, str(EXAMPLE), *SMALL, "--steps", "4000"]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL) as terminal:
+        try:
+            runs.wait_for(runs.committed, terminal)
+        finally:
+            terminal.kill()
+    deadline = time.monotonic() + 120
+    while runs.processes():
+        assert time.monotonic() < deadline, runs.processes()
+        time.sleep(0.05)
+    suspended = runs.summary
+    assert suspended["state"] == "Suspended"
+    last = suspended["checkpoint"]["latestPersistedStep"]
+    assert last == suspended["trainerStatus"]["globalStep"] == runs.committed()[-1]
+
+
+def test_job_that_is_to_outlive_its_terminal_does(runs: Any, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import pathlib, time\nwhile not pathlib.Path('enough').exists(): time.sleep(0.05)\n")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        process = runs.start(str(script))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    runs.wait_for(lambda: "attempt 1 launched" in runs.log, process)
+    process.send_signal(signal.SIGHUP)
+    (tmp_path / "enough").touch()
+    assert runs.finish(process) == 0, runs.log[-6000:]
 
 
 def test_script_that_fails_for_good_gives_its_own_exit_status(runs: Any, tmp_path: Path) -> None:

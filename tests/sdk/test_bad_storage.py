@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepfast.errors import CheckpointNotFound, StorageError
+from stepfast.errors import CheckpointNotFound, StorageError, StorageUnavailable
 from stepfast.torch import every, saver
 
 SCRIPT = """
@@ -126,6 +126,41 @@ def test_close_tells_that_the_newest_save_is_not_committed(
     with pytest.raises((StorageError, CheckpointNotFound), match="step 2"):
         checkpointer.close(timeout_seconds=2.0)
     obstacle.heal()
+
+
+def test_save_that_failed_long_ago_is_not_taken_for_committed(
+    bench: Any, file_in_the_way: Callable[[Path], Any]
+) -> None:
+    checkpointer = bench.make(bench.environment(max_to_keep=0), state={})
+    saves = [checkpointer.save(0)]
+    obstacle = file_in_the_way(bench.folder)
+    obstacle.place()
+    saves.append(checkpointer.save(1))
+    obstacle.heal()
+    saves += [checkpointer.save(step) for step in range(2, 103)]
+
+    with pytest.raises(CheckpointNotFound, match="step 1 is not committed"):
+        saves[1].wait(timeout_seconds=30.0)
+    saves[0].wait(timeout_seconds=30.0)
+    saves[2].wait(timeout_seconds=30.0)
+
+
+@pytest.mark.parametrize("call", ["step", "save"])
+@pytest.mark.parametrize("restored", [None, 1], ids=["from scratch", "from an older step"])
+def test_close_tells_that_nothing_was_saved_behind_newer_steps_that_could_not_be_marked(
+    restored: int | None, call: str, bench: Any
+) -> None:
+    with bench.make(state={}) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step)
+    anew = bench.make(state={}, interval=every(steps=100))
+    if restored is not None:
+        anew.restore(restored)
+    bench.folder.rename(bench.storage / "aside")
+    bench.folder.symlink_to(bench.folder)  # whatever is to be listed or written there fails
+    getattr(anew, call)(5)
+    with pytest.raises(StorageUnavailable, match="step 5, the last, is not saved"):
+        anew.close()
 
 
 def test_agent_killed_in_the_middle_comes_back_and_later_steps_commit(

@@ -39,6 +39,25 @@ print("same" if all(map(torch.equal, net.parameters(), other.parameters())) else
 dist.destroy_process_group()
 """
 
+# Rank 1 is at the second checkpointer first, where it finds what rank 0 said to the first.
+ONE_AFTER_THE_OTHER = """
+import sys, time
+import torch.distributed as dist
+from stepfast.torch import Checkpointer
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for turn in range(2):
+    if turn == 1 and rank == 0:
+        time.sleep(1)
+    state = {"rank": rank}
+    with Checkpointer(state=state) as checkpointer:
+        start = checkpointer.restore() if sys.argv[1] == "restored" else 2 * turn
+        for step in (start + 1, start + 2):
+            assert checkpointer.save(step).saved
+    print(f"went on from {start}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
 # The script starts its own ranks, as PyTorch's tutorial does: nothing but the process group tells how many there are.
 SPAWNED = """
 import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -76,6 +95,22 @@ dist.destroy_process_group()
 def test_what_ddp_does_not_keep_equal_on_all_ranks_is_each_ranks_own(what: str, launcher: Any) -> None:
     done = launcher.run(DIFFERENT, what, ranks=2)
     assert (done.code, done.output.count("same")) == (0, 2), done.output
+
+
+@pytest.mark.parametrize("with_agent", [False, True], ids=["no agent", "agent"])
+@pytest.mark.parametrize("how", ["restored", "from scratch"])
+def test_second_checkpointer_of_the_ranks_agrees_anew(
+    how: str, with_agent: bool, launcher: Any, start_agent: Callable[..., Any]
+) -> None:
+    agent = start_agent() if with_agent else None
+    done = launcher.run(ONE_AFTER_THE_OTHER, how, ranks=2, agent=agent, timeout_seconds=120.0)
+    assert (done.code, done.output.count("went on from 0"), done.output.count("went on from 2")) == (0, 2, 2), (
+        done.output
+    )
+    store = open_store(launcher.bench.storage.as_uri())
+    folder = job_folder(launcher.bench.job)
+    assert [found.step for found in catalog.committed_steps(store, folder)] == [1, 2, 3, 4]
+    store.close()
 
 
 @pytest.mark.parametrize("with_agent", [False, True], ids=["no agent", "agent"])

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
+
+from stepfast.slot import CONTROL_BYTES
+from stepfast.torch.objects import ObjectSet
+from stepfast.torch.plan import SavePlan
+from stepfast.torch.planner import Planner
+from stepfast.torch.staging import MappedSlot
 
 CUT = """
 import torch, torch.distributed as dist
@@ -45,6 +53,34 @@ def test_files_open_with_the_package_alone_and_hold_the_tensors(bench: Any) -> N
         assert {"stepfast", "values"} <= set(reader.metadata())
     # Data begins on a page, so that it can be written and read directly.
     assert (8 + int.from_bytes(file.read_bytes()[:8], "little")) % 4096 == 0
+
+
+def test_save_is_laid_out_as_its_header_says_while_a_thread_prepares_another_layout(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(**state: torch.Tensor) -> tuple[SavePlan, bytes, list[torch.Tensor]]:
+        objects = ObjectSet({"state": state}, ())
+        return Planner(objects, bench.environment(), weights_only=True).prepare(1)
+
+    plan, tail, sources = planned(weight=torch.arange(1000.0), bias=torch.ones(500))
+    other, _, _ = planned(weight=torch.zeros(2000), bias=torch.zeros(500))
+    descriptor = os.memfd_create("slot")
+    os.ftruncate(descriptor, CONTROL_BYTES + (1 << 20))
+    slot = MappedSlot(descriptor, 1 << 20)
+    os.close(descriptor)
+    write_header = MappedSlot._write_header
+
+    def write_header_and_prepare(self: MappedSlot, *arguments: Any) -> Any:
+        views = write_header(self, *arguments)
+        self.prepare(other)  # as the link's thread does
+        return views
+
+    monkeypatch.setattr(MappedSlot, "_write_header", write_header_and_prepare)
+    for _ in range(2):
+        slot.stage(plan, tail, sources)
+        staged = load(bytes(slot.data[: plan.size_bytes]))
+        assert len(sources) >= 2
+        assert all(torch.equal(staged[name], source) for name, source in zip(plan.names, sources, strict=True))
 
 
 def test_cut_tensors_are_rows_in_the_files_of_the_ranks(launcher: Any) -> None:

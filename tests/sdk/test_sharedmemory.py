@@ -169,7 +169,7 @@ class Two:
     def say_for_the_dead(self, rank: int) -> None:
         """What lets the living rank end, which would wait for the supervisor to end it."""
         for topic in ("file", "size"):
-            self.store.set(f"shared/activations/0/{topic}/{rank}", '{"node": 0, "size": 0}')
+            self.store.set(f"1/shared/activations/0/{topic}/0/{rank}", '{"node": 0, "size": 0}')
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,29 @@ def test_rank_alone_stops_behind_the_step_in_which_it_is_told() -> None:
     assert [stopping.is_last(step) for step in (1, 2)] == [False, False]
     link.save_requested = True
     assert [stopping.is_last(step) for step in (3, 3, 4)] == [True, True, True]
+
+
+def test_a_training_whose_steps_count_from_the_beginning_again_stops_where_it_is_told() -> None:
+    link: Any = SimpleNamespace(save_requested=False)
+    stopping = Stopping(Alone(), link)
+    assert not any(stopping.is_last(step) for step in (*range(1, 101), 1, 2))
+    link.save_requested = True
+    assert stopping.is_last(1)
+
+
+def test_ranks_that_begin_another_training_stop_behind_its_first_step() -> None:
+    store, all_trained = HashStore(), Barrier(2)
+
+    def train(rank: int) -> list[bool]:
+        link: Any = SimpleNamespace(save_requested=False)
+        stopping = Stopping(StoreGang(store, rank=rank, world_size=2), link)
+        assert not any(stopping.is_last(step) for step in range(1, 101))
+        all_trained.wait(60)
+        link.save_requested = rank == 0
+        return [stopping.is_last(step) for step in (1, 2)]
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(train, range(2))) == [[True, True]] * 2
 
 
 def test_without_an_agent_no_step_is_the_last() -> None:

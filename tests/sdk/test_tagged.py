@@ -411,6 +411,57 @@ def test_second_one_of_a_run_is_refused(make: Make, any_bench: Any) -> None:
         any_bench.make(checkpoints.environment, state={})
 
 
+@pytest.mark.parametrize("sharing", list(Sharing))
+def test_next_ones_of_a_run_go_on_behind_its_steps(any_bench: Any, sharing: Sharing) -> None:
+    with maker(any_bench) as make:
+        save(make(), "global_step3", x="an earlier run's")
+    environment = any_bench.environment()
+    steps: list[int] = []
+    for tag in ("a", "c", "a"):
+        checkpoints = TaggedCheckpoints(sharing=sharing, environment=environment)
+        if not steps:
+            assert checkpoints.load(3, "x") == "an earlier run's"
+        steps.append(save(checkpoints, tag, x=f"{len(steps) + 1}"))
+        found = checkpoints.find(tag)
+        assert found is not None
+        assert (found.step, checkpoints.load(found.step, "x")) == (steps[-1], f"{len(steps)}")
+        checkpoints.close()
+    assert steps == [4, 5, 6]
+    with maker(any_bench) as make:
+        assert [(found.step, found.tag) for found in make().steps()] == [
+            (3, "global_step3"), (4, "a"), (5, "c"), (6, "a")
+        ]  # fmt: skip
+
+
+ONE_AFTER_THE_OTHER = """
+import sys, time, torch.distributed as dist
+from stepfast.torch.tagged import Sharing, TaggedCheckpoints
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for turn, tag in enumerate(("a", "c", "a")):
+    if turn and rank == 0:
+        time.sleep(1)  # rank 1 finds what rank 0 has said to those before
+    checkpoints = TaggedCheckpoints(sharing=Sharing(sys.argv[1]))
+    assert checkpoints.exchange("turn", f"{turn}") == [f"{turn}"] * 2
+    opened = checkpoints.open(tag)
+    opened.put("x", [turn, rank])
+    opened.commit().wait()
+    dist.barrier()
+    step = checkpoints.find(tag).step
+    print(f"SAVED {tag} as {step}: {checkpoints.load(step, 'x') == [turn, rank]}\\n", end="", flush=True)
+    dist.barrier()
+    checkpoints.close()
+"""
+
+
+@pytest.mark.parametrize("sharing", [Sharing.EVERY_RANK, Sharing.WHOEVER_OPENS])
+def test_next_ones_of_several_ranks_go_on_behind_the_runs_steps(launcher: Any, sharing: Sharing) -> None:
+    finished = launcher.run(ONE_AFTER_THE_OTHER, sharing, ranks=2, timeout_seconds=120.0)
+    assert finished.code == 0, finished.output
+    for saved in ("a as 0: True", "c as 1: True", "a as 2: True"):
+        assert finished.output.count(f"SAVED {saved}") == 2, finished.output
+
+
 # ---------------------------------------------------------------- devices
 
 

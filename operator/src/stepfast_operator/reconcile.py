@@ -26,7 +26,7 @@ from stepfast_operator.actions import (
     StopGang,
     SupersedeAfter,
 )
-from stepfast_operator.backends.base import Backend, QueueRefused
+from stepfast_operator.backends.base import Backend, LaunchPostponed, QueueRefused
 from stepfast_operator.decide import decide
 from stepfast_operator.observed import Observed
 from stepfast_operator.policies import resume
@@ -34,6 +34,7 @@ from stepfast_operator.record import Status
 from stepfast_operator.status import next_status
 
 _REFUSED_SECONDS = 10.0  # whoever mends it wakes nobody
+_POSTPONED_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,8 @@ async def reconcile(backend: Backend, status: Status) -> Pass:
         # It died since it was observed. Nothing of this pass is recorded, so the next one, which starts it,
         # asks again.
         decision = Decision(actions=(RequeueAfter(seconds=0.1),), why="the agent went away")
+    except LaunchPostponed as error:
+        decision = Decision(actions=(RequeueAfter(seconds=_POSTPONED_SECONDS),), why=str(error))
     except QueueRefused as error:
         observed = replace(observed, queue=replace(observed.queue, refusal=str(error)))
         decision = Decision(actions=(RequeueAfter(seconds=_REFUSED_SECONDS),), why="the gang cannot be queued")

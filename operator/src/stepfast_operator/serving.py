@@ -1,8 +1,9 @@
-"""The operator's two small HTTP servers: metrics, and the probes."""
+"""The operator's two small HTTP servers: metrics, and the probes. Whoever reaches a port cannot exhaust it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -12,6 +13,8 @@ from stepfast_operator.metrics import Metrics
 # Beyond the watches' own time-outs: such a watcher is dead, and a new process costs nothing.
 DEAD_WATCH_SECONDS = 180.0
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
+_MOST_CONNECTIONS = 64  # of each server
+_REQUEST_SECONDS = 10.0  # until a request is read and answered, however little of it comes at a time
 
 
 @asynccontextmanager
@@ -21,19 +24,46 @@ async def serve(port: int | None, **answers: Callable[[], web.Response]) -> Asyn
         yield
         return
 
-    async def handle(request: web.Request) -> web.Response:
-        return answers[request.path.lstrip("/")]()
+    async def handle(request: web.BaseRequest) -> web.Response:
+        answer = answers.get(request.path.lstrip("/"))
+        found = answer() if answer is not None else web.Response(status=404)
+        found.force_close()
+        return found
 
-    application = web.Application()
-    for name in answers:
-        application.router.add_get(f"/{name}", handle)
-    runner = web.AppRunner(application, access_log=None)
+    runner = web.ServerRunner(_BoundedServer(handle, access_log=None))
     await runner.setup()
     try:
         await web.TCPSite(runner, port=port).start()
         yield
     finally:
         await runner.cleanup()
+
+
+class _BoundedServer(web.Server):
+    """One request on each connection, and a time for it. When there are too many connections the oldest is cut: a probe
+    is answered in a moment, so those that take long are others'.
+    """
+
+    def __init__(self, handle: Callable[[web.BaseRequest], Awaitable[web.Response]], *, access_log: None) -> None:
+        super().__init__(handle, access_log=access_log)
+        self._ends: dict[web.RequestHandler, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}  # the oldest first
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        ending = asyncio.get_running_loop().call_later(_REQUEST_SECONDS, transport.abort)
+        self._ends[handler] = transport, ending
+        if len(self._ends) > _MOST_CONNECTIONS:
+            self._forget(next(iter(self._ends))).abort()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        if handler in self._ends:
+            self._forget(handler)
+
+    def _forget(self, handler: web.RequestHandler) -> asyncio.Transport:
+        transport, ending = self._ends.pop(handler)
+        ending.cancel()
+        return transport
 
 
 def metrics_answer(metrics: Metrics) -> Callable[[], web.Response]:

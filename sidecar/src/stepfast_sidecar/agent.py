@@ -39,6 +39,7 @@ from stepfast_sidecar.noticewatch import NoticeWatch
 from stepfast_sidecar.reception import Reception
 from stepfast_sidecar.room import Room
 from stepfast_sidecar.run import Run, Session, newest_run
+from stepfast_sidecar.starter import Starter
 from stepfast_sidecar.tasks import Tasks
 from stepfast_sidecar.tenants import launch_of
 from stepfast_sidecar.volumes import Volumes
@@ -73,6 +74,7 @@ class Agent:
         self._requests: tuple[NodeRequest, ...] = ()  # of the operator, as they stand
         self._notice: EvictionNotice | None = None
         self._ending = asyncio.Event()
+        self._starter = Starter()
 
     # ------------------------------------------------------------ life
 
@@ -104,6 +106,8 @@ class Agent:
                 await self._ending.wait()
                 self.health.wait_for(_SERVING)
                 await self._flush_all(FlushCause.SIGTERM)
+                if self.config.remove_memory and await self._starter.takes_ranks_along(self.rooms):
+                    await self._flush_all(FlushCause.SIGTERM)
             finally:
                 is_idle = await self._close()
         return is_idle

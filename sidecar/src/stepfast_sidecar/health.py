@@ -8,18 +8,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from stepfast_sidecar.httpserver import BoundedServer
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 _BEAT_SECONDS = 1.0
 _SILENCE_SECONDS = 30.0  # an event loop that stands still for so long serves nobody
-_REQUEST_SECONDS = 10.0  # for a client that connects and says nothing
 
 
 class Health:
@@ -57,9 +57,9 @@ class Health:
 def serve_http(address: str, port: int, registry: CollectorRegistry, health: Health) -> Callable[[], None]:
     """Serves in a thread; returns what ends that. Raises OSError."""
     family = socket.AF_INET6 if _is_ipv6(address) else socket.AF_INET
-    server: WSGIServer = make_server(
+    server: BoundedServer = make_server(
         address, port, _application(registry, health),
-        server_class=type("_Server", (_Server,), {"address_family": family}), handler_class=_Handler,
+        server_class=type("_Server", (BoundedServer,), {"address_family": family}), handler_class=_Handler,
     )  # fmt: skip
     thread = threading.Thread(target=server.serve_forever, name="stepfast-http", daemon=True)
     thread.start()
@@ -92,13 +92,7 @@ def _application(registry: CollectorRegistry, health: Health) -> WSGIApplication
     return answer
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
 class _Handler(WSGIRequestHandler):
-    timeout = _REQUEST_SECONDS
-
     def log_message(self, format: str, *args: object) -> None:
         """Probes come every few seconds."""
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from stepfast import catalog
 from stepfast.commit import FileUpload, StepParts, read_manifest, try_commit, write_part
-from stepfast.errors import ObjectNotFound, StorageError, StorageFull, UploadLost
+from stepfast.errors import ObjectNotFound, StorageError, StorageFull, StorageUnavailable, UploadLost
 from stepfast.histories import SaveRow, append_rows
 from stepfast.layout import (
     CHUNK_BYTES,
@@ -120,6 +120,7 @@ class JobPersister:
             tag=tag,
             refers=tuple(refers),
         )
+        self._look_for_files(part, streamed)
         seen = write_part(self._store, self._folder, part)
         with self._lock:
             self._uploaded.pop((step, run), None)
@@ -154,9 +155,25 @@ class JobPersister:
             uploaded = dict(self._uploaded.get((step, run), {}))
         if not uploaded:
             return {}
-        listed = self._store.list(join(self._folder, step_folder(step)))
-        there = {f"{step_folder(step)}/{entry.name}" for entry in listed}
+        there = self._there(step)
         return {use: file for use, file in uploaded.items() if file.path in there}
+
+    def _there(self, step: int) -> set[str]:
+        """The paths of the step's files."""
+        listed = self._store.list(join(self._folder, step_folder(step)))
+        return {f"{step_folder(step)}/{entry.name}" for entry in listed}
+
+    def _look_for_files(self, part: Part, streamed: Sequence[FileEntry]) -> None:
+        """No part names a file that is gone (I1): while the others of them were uploaded a later attempt may have
+        committed a newer step and swept this one away. Right before the part is written, so that little can go since.
+
+        Raises StorageUnavailable where the files can be uploaded anew, else SlotDamaged.
+        """
+        there = self._there(part.step)
+        if lost := [file for file in streamed if file.path not in there]:  # nothing but the storage had it
+            raise SlotDamaged(f"there is no more of rank {lost[0].rank}: a later attempt swept away {lost[0].path}")
+        if gone := [file.path for file in part.files if file.path not in there]:
+            raise StorageUnavailable(f"a later attempt swept away {', '.join(gone)}: to be uploaded anew")
 
     def _note_upload(self, step: int, run: str, use: SlotUse, file: FileEntry) -> None:
         with self._lock:

@@ -32,6 +32,7 @@ from stepfast.references import Reference, from_metadata, referred_file
 from stepfast.retention import abandoned, leftovers, steps_to_remove
 from stepfast.storage.base import Store
 from stepfast.tensorfile import Header, HeaderInvalid, header_bytes, parse_header
+from stepfast.withdrawal import remove_withdrawn, withdraw
 
 
 class StepReferred(CheckpointError):
@@ -365,10 +366,13 @@ def retain(store: Store, folder: str, *, run: str, max_to_keep: int, protected: 
             temporary[step] = store.list_temporary(join(folder, step_folder(step)))
             if step not in kept:
                 unfinished[step] = [file.name for file in store.list(join(folder, step_folder(step)))]
-    swept = leftovers(unfinished, newest_committed=newest, run=run)
-    swept += abandoned(temporary, committed=kept, run=run)
     # A folder is never removed here, however empty it looks: a step may be on its way into it.
-    for step, name in swept:
+    for step, other in leftovers(unfinished, newest_committed=newest, run=run):
+        # Nobody waits here, as who makes room does, until a manifest that is being written must be there: this follows
+        # each commit. One that comes after the second look has lost its files. Then an agent of an earlier attempt was
+        # about to write it at this very moment, the step is older than one that is committed, and reading it says so.
+        remove_withdrawn(store, withdraw(store, folder, step, other))
+    for step, name in abandoned(temporary, committed=kept, run=run):
         store.delete(join(folder, join(step_folder(step), name)))
     return removed
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from stepfast.admission import Interval
 from stepfast.errors import SpecError
-from stepfast.step import JobKey, OnBusy, restarted_run, run_id
+from stepfast.step import JobKey, OnBusy, attempt_of, restarted_run, run_id
 
 DEFAULT_STORAGE = ".stepfast/checkpoints"
 
@@ -47,6 +47,11 @@ class Environment:
     is_run_unique: bool = True  # False: the launcher named none, and the ranks have to agree on one
     gang_scope: str = ""  # what the ranks that meet have in common; empty: the run
     anatomy: str = ""  # "": not measured; "1": measured; else a file that rank 0's report is written to as well
+
+    @property
+    def is_restarted(self) -> bool:
+        """Whether the job goes on: after a failure, or after a suspension or a resize, which are none."""
+        return self.interruptions > 0 or attempt_of(self.run) > 1
 
 
 def read_environment(values: Mapping[str, str] | None = None, *, script: str | None = None) -> Environment:

@@ -36,23 +36,15 @@ def steps_to_remove(
 
 
 def leftovers(folders: Mapping[int, Collection[str]], *, newest_committed: int, run: str) -> list[tuple[int, str]]:
-    """Files of uncommitted steps below the newest committed one that attempts before this run left behind.
+    """The earlier runs that have files in uncommitted steps below the newest committed one: (step, run) pairs.
 
     Of the present run nothing is swept: an older step of it may still be on its way. What other jobs' uids left in
-    the same folder counts as older too. Returns (step, file name) pairs.
+    the same folder counts as older too.
     """
     swept = []
     for step, names in sorted(folders.items()):
-        if step >= newest_committed or MANIFEST in names:
-            continue
-        kinds = {name: classify(name) for name in sorted(names)}
-        # What was committed once is kept when it is rolled back.
-        superseded = {kind.run for kind in kinds.values() if kind.kind == "superseded"}
-        for name, kind in kinds.items():
-            if kind.run is None or kind.run in superseded:
-                continue
-            if kind.kind in ("data", "part") and _is_older(kind.run, run):
-                swept.append((step, name))
+        if step < newest_committed and MANIFEST not in names:
+            swept += [(step, other) for other in _unfinished(names) if _is_older(other, run)]
     return swept
 
 
@@ -63,12 +55,8 @@ def unfinished(names: Collection[str], *, run: str, spared: Collection[str]) -> 
     """
     if MANIFEST in names:
         return []
-    kinds = [classify(name) for name in names]
-    superseded = {kind.run for kind in kinds if kind.kind == "superseded"}
-    wrote = {kind.run for kind in kinds if kind.kind in ("data", "part") and kind.run is not None}
-    return sorted(
-        other for other in wrote - superseded - set(spared) if _is_same_job(other, run) and _is_older(other, run)
-    )
+    found = [other for other in _unfinished(names) if other not in spared]
+    return [other for other in found if _is_same_job(other, run) and _is_older(other, run)]
 
 
 def abandoned(
@@ -86,6 +74,14 @@ def abandoned(
             if step in committed or (of is not None and _is_older(of, run)):
                 swept.append((step, name))
     return swept
+
+
+def _unfinished(names: Collection[str]) -> list[str]:
+    """The runs that have files of these names in a step's folder: not what was committed once and rolled back."""
+    kinds = [classify(name) for name in names]
+    superseded = {kind.run for kind in kinds if kind.kind == "superseded"}
+    wrote = {kind.run for kind in kinds if kind.kind in ("data", "part") and kind.run is not None}
+    return sorted(wrote - superseded)
 
 
 def _is_older(other: str, run: str) -> bool:

@@ -19,6 +19,10 @@ class QueueRefused(StepfastError):
     """
 
 
+class LaunchPostponed(StepfastError):
+    """The gang cannot be launched for now, through no fault of its own: nothing of it lives. The message says why."""
+
+
 class Backend(Protocol):
     """One job's world. Effects may be applied twice; none returns before what it promises holds."""
 
@@ -34,7 +38,9 @@ class Backend(Protocol):
         """Marks the committed steps above this one superseded. Raises StorageError."""
 
     async def launch(self, launch: LaunchGang) -> None:
-        """Starts the gang, after making sure that nothing of an earlier run lives. Raises QueueRefused."""
+        """Starts the gang, after making sure that nothing of an earlier run lives. Raises QueueRefused,
+        LaunchPostponed.
+        """
 
     async def stop(self, runs: Sequence[str], mode: StopMode) -> None:
         """Asks the gangs of these runs to end, or ends them: with KILL nothing of them lives on return."""
@@ -66,4 +72,6 @@ class Backend(Protocol):
         """Deletes the job's object, as long as it is still the one that was observed; what it owns goes with it."""
 
     async def write_status(self, status: Status) -> None:
-        """Makes the status durable."""
+        """Makes the status durable. On one machine, once a gang was launched, that may have to wait: no other one is
+        launched before.
+        """

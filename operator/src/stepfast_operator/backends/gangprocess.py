@@ -1,4 +1,4 @@
-"""A node's share of a gang as a child process: its command, its environment, its output by lines."""
+"""A node's share of a gang as a child process: its command, environment, output by lines, and what its end means."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from pathlib import Path
 from stepfast import standby
 from stepfast.errors import SpecError
 from stepfast_operator.backends import tether
+from stepfast_operator.document import JSON
+from stepfast_operator.observed import Failure
+from stepfast_operator.record import Cause
 from stepfast_operator.spec import Trainer
 
 RUN = "STEPFAST_RUN"
@@ -122,6 +125,28 @@ def local_gpus() -> int:
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     return len([name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()])
+
+
+def failure_of(said: Mapping[str, JSON], node: str) -> Failure | None:
+    """A launcher's termination log; None when it tells of success or does not make sense."""
+    code, rank, when = said.get("exitCode"), said.get("rank"), said.get("time")
+    if not isinstance(code, int) or code == 0 or not isinstance(when, int | float):
+        return None
+    return Failure(
+        cause=Cause.RANK_FAILED,
+        time=float(when),
+        node=node,
+        rank=rank if isinstance(rank, int) else None,
+        exit_code=code,
+        message=str(said.get("message") or ""),
+    )
+
+
+def failure_of_exit(code: int, node: str, now: float) -> Failure:
+    """A launcher that ended without a word, by its exit code (negative for a signal)."""
+    status = 128 - code if code < 0 else code
+    said = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return Failure(cause=Cause.WORKER_FAILED, time=now, node=node, exit_code=status, message=f"its launcher {said}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

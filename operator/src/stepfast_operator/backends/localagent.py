@@ -102,6 +102,8 @@ class LocalAgent:
             return
         await call_in_thread(self._end_earlier, name="stepfast-agent-end")
         self._status = None
+        self._started = time.monotonic()
+        self._starts_in_vain += 1
         self._clear_way()
         settings = self._settings
         arguments = [
@@ -127,8 +129,6 @@ class LocalAgent:
                 env={**os.environ, MARKER: self._uid},
                 start_new_session=True,  # Ctrl-C is for `stepfast run` alone
             )
-        self._started = time.monotonic()
-        self._starts_in_vain += 1
         if self._client is None:
             self._client = settings.connect(self.socket_path)
             self._client.watch(self._taker(asyncio.get_running_loop()))

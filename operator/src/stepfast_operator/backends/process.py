@@ -16,12 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepfast.errors import StepfastError
+from stepfast.errors import AgentUnavailable, StepfastError
 from stepfast.nodestatus import JobStatus
 from stepfast.step import run_id
 from stepfast.storage.base import Store
 from stepfast_operator.actions import LaunchGang, StopMode
 from stepfast_operator.backends import processes
+from stepfast_operator.backends.base import LaunchPostponed
 from stepfast_operator.backends.blocking import call_in_thread
 from stepfast_operator.backends.gangprocess import (
     RUN,
@@ -29,6 +30,8 @@ from stepfast_operator.backends.gangprocess import (
     Start,
     command_of,
     environment,
+    failure_of,
+    failure_of_exit,
     free_port,
     local_gpus,
     local_processes,
@@ -40,7 +43,7 @@ from stepfast_operator.backends.localagent import LocalAgent
 from stepfast_operator.backends.machinememory import machine_memory
 from stepfast_operator.backends.standby import Standby
 from stepfast_operator.backends.statefolder import Launch, StateFolder
-from stepfast_operator.document import JSON
+from stepfast_operator.backends.statuswriter import StatusWriter
 from stepfast_operator.names import is_run_of
 from stepfast_operator.observed import (
     AgentState,
@@ -71,14 +74,15 @@ class GangUnkillable(StepfastError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
-    """What one machine adds to a job. `on_line` gets the gang's output; `on_change` says that it is time to
-    look.
+    """What one machine adds to a job. `on_line` gets the gang's output, `say` what the user is to know; `on_change`
+    says that it is time to look.
     """
 
     storage_uri: str
     open_store: Callable[[str], Store]
     memory_limit: int
     on_line: Callable[[str], None]
+    say: Callable[[str], None]
     on_change: Callable[[], None]
     anatomy: Path | None = None  # where rank 0 writes what it measured; None: nothing is measured
     clock: Callable[[], float] = time.time
@@ -102,6 +106,9 @@ class ProcessBackend:
         self._standby = Standby(settings.on_line)
         self._trains_since: float | None = None
         self._gang_run: str | None = None
+        self._has_launched = False  # before that whoever typed the command is there to mend what is wrong
+        self._postponed_for = ""
+        self._status_writer = StatusWriter(state, uid, settings.say)
         self._poll: asyncio.TimerHandle | None = None
         self._storage = JobStorage(job.job, settings.storage_uri, settings.open_store)
         self._room = self._find_room()
@@ -160,10 +167,30 @@ class ProcessBackend:
     async def launch(self, launch: LaunchGang) -> None:
         if self._gang_run == launch.run:
             return
+        if not self.catch_up():
+            raise self._postponed(launch, "its number cannot be noted")
         await self._kill(self._is_ours, spared=self._standby.pids)
         self._forget_gang()
-        trainer = self._job.spec.trainer
-        state, nodes = self._state, trainer.num_nodes
+        try:
+            self._launch(launch)
+        except OSError as error:
+            await self._kill(self._is_ours, spared=self._standby.pids)
+            self._forget_gang()
+            with suppress(OSError):
+                self._state.forget_launch(launch.attempt)
+            if not self._has_launched:
+                raise
+            raise self._postponed(launch, str(error)) from error
+        self._has_launched, self._postponed_for = True, ""
+        self._standby.end()
+        self._look_for_terminations(launch.attempt)
+
+    def _launch(self, launch: LaunchGang) -> None:
+        """Raises OSError; some of it may live then."""
+        state, nodes = self._state, self._job.spec.trainer.num_nodes
+        # What an earlier job of this name said of its end goes first: with the record beside it, it were this gang's.
+        for node in range(nodes):
+            state.termination(launch.attempt, node).unlink(missing_ok=True)
         # Before the first process: whoever finds no such file knows that nothing of this run ever lived.
         record = Launch(run=launch.run, launched_time=self._settings.clock(), nodes=nodes)
         state.write_launch(launch.attempt, record)
@@ -171,13 +198,18 @@ class ProcessBackend:
         self._gang_run = launch.run
         loop = asyncio.get_running_loop()
         for node in range(nodes):
-            state.termination(launch.attempt, node).unlink(missing_ok=True)
             start = self._start(launch, node, port)
             process = self._gang[node] = self._standby.take(start) or GangProcess(start, self._settings.on_line)
             loop.add_reader(process.output, self._read_output, process)
             loop.add_reader(process.pidfd, self._note_exit, process)
-        self._standby.end()
-        self._look_for_terminations(launch.attempt)
+
+    def _postponed(self, launch: LaunchGang, why: str) -> LaunchPostponed:
+        """Says so once."""
+        message = f"attempt {launch.attempt} is not launched yet: {why}"
+        if message != self._postponed_for:
+            self._postponed_for = message
+            self._settings.say(message)
+        return LaunchPostponed(message)
 
     def _start(self, launch: LaunchGang, node: int, port: int) -> Start:
         trainer = self._job.spec.trainer
@@ -218,8 +250,14 @@ class ProcessBackend:
                     process.process.send_signal(signal.SIGTERM)
 
     async def start_agent(self) -> None:
-        if self._agent is not None:
+        if self._agent is None:
+            return
+        try:
             await self._agent.start()
+        except OSError as error:
+            if not self._has_launched:
+                raise
+            raise AgentUnavailable(f"the agent cannot be started: {error}") from error
 
     async def flush(self, run: str) -> None:
         if self._agent is not None:
@@ -239,18 +277,28 @@ class ProcessBackend:
         """Nothing: on one machine a job that is over is a folder of logs, which is its user's."""
 
     async def write_status(self, status: Status) -> None:
-        self._state.write(self._uid, status)
+        """Raises OSError until a gang was launched: nothing is lost then. A gang that trains is not to end for it."""
+        if self._has_launched:
+            self._status_writer.write_when_possible(status)
+        else:
+            self._status_writer.write(status)
+
+    def catch_up(self) -> bool:
+        """Writes the status if it could not be written before; whether it is written."""
+        return self._status_writer.catch_up()
 
     async def close(self) -> bool:
         """Ends everything of this job, in order: gang, agent (which flushes), threads. Nothing of it runs
         after. False when the agent's memory stays, because it may hold what the storage does not.
         """
-        with suppress(GangUnkillable):
-            await self._kill(self._is_ours)
-        self._standby.end()
-        self._forget_gang()
-        is_all_persisted = await self._agent.end() if self._agent is not None else True
-        await self._storage.close()
+        try:
+            with suppress(GangUnkillable):
+                await self._kill(self._is_ours)
+            self._standby.end()
+            self._forget_gang()
+        finally:
+            is_all_persisted = await self._agent.end() if self._agent is not None else True
+            await self._storage.close()
         return is_all_persisted
 
     @property
@@ -299,7 +347,7 @@ class ProcessBackend:
         # The exit status first: what the launcher had to say it had said by then.
         code = ours.exit_code() if ours is not None else None
         said = self._state.read_termination(current.attempt, node)
-        failure = _failure_of(said, name) if said is not None else None
+        failure = failure_of(said, name) if said is not None else None
         phase = WorkerPhase.RUNNING
         if ours is None:
             is_done = said is not None and said.get("exitCode") == 0
@@ -314,7 +362,7 @@ class ProcessBackend:
                 )
         elif code is not None:
             phase = WorkerPhase.SUCCEEDED if code == 0 else WorkerPhase.FAILED
-            failure = None if code == 0 else failure or _failure_of_exit(code, name, now)
+            failure = None if code == 0 else failure or failure_of_exit(code, name, now)
         since = launch.launched_time if phase is WorkerPhase.RUNNING else None
         return Worker(index=node, node=name, phase=phase, failure=failure, running_since=since)
 
@@ -392,24 +440,3 @@ class ProcessBackend:
             process.drain()
             process.close()
         self._gang, self._gang_run = {}, None
-
-
-def _failure_of(said: Mapping[str, JSON], node: str) -> Failure | None:
-    """A launcher's termination log; None when it tells of success or does not make sense."""
-    code, rank, when = said.get("exitCode"), said.get("rank"), said.get("time")
-    if not isinstance(code, int) or code == 0 or not isinstance(when, int | float):
-        return None
-    return Failure(
-        cause=Cause.RANK_FAILED,
-        time=float(when),
-        node=node,
-        rank=rank if isinstance(rank, int) else None,
-        exit_code=code,
-        message=str(said.get("message") or ""),
-    )
-
-
-def _failure_of_exit(code: int, node: str, now: float) -> Failure:
-    status = 128 - code if code < 0 else code
-    said = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return Failure(cause=Cause.WORKER_FAILED, time=now, node=node, exit_code=status, message=f"its launcher {said}")

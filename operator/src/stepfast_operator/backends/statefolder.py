@@ -71,6 +71,10 @@ class StateFolder:
         self._lock: int | None = None
         self._durable: tuple[object, ...] = ()
 
+    @property
+    def status_file(self) -> Path:
+        return self.path / "status.json"
+
     def lock(self) -> None:
         """Raises JobLocked naming the pid that has it. The kernel lets go when this process ends, however it
         ends.
@@ -115,7 +119,7 @@ class StateFolder:
 
     def read(self) -> Saved | None:
         """What was written last, or None. Raises StatusUnreadable."""
-        path = self.path / "status.json"
+        path = self.status_file
         try:
             document = json.loads(path.read_bytes())
             status = decode(Status, document["status"], "status", ignore_unknown=True)
@@ -128,14 +132,14 @@ class StateFolder:
     def write(self, uid: str, status: Status) -> None:
         """Replaces `status.json` atomically; durably, too, when what a restart depends on has changed."""
         document = document_of(self.job, uid, status)
-        path, temporary = self.path / "status.json", self.path / ".status.json.tmp"
+        temporary = self.path / ".status.json.tmp"
         decisive = (status.attempt, status.state, status.restarts)
         with temporary.open("w", encoding="utf-8") as file:
             json.dump(document, file, indent=1)
             file.flush()
             if decisive != self._durable:
                 os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary.replace(self.status_file)
         self._durable = decisive
 
     def write_invocation(self, invocation: Invocation) -> None:
@@ -162,6 +166,10 @@ class StateFolder:
         temporary = folder / ".launch.json.tmp"
         temporary.write_text(json.dumps(encode(launch)), encoding="utf-8")
         temporary.replace(folder / "launch.json")
+
+    def forget_launch(self, number: int) -> None:
+        """Nothing of it lives, and it is to be launched again."""
+        (self.attempt(number) / "launch.json").unlink(missing_ok=True)
 
     def read_launch(self, number: int, run: str) -> Launch | None:
         """How that run was launched; None when it never was (a folder of an earlier job of this name counts

@@ -6,9 +6,10 @@ import asyncio
 import re
 import sys
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 import yaml
@@ -18,6 +19,7 @@ from stepfast.environment import absolute_storage_uri
 from stepfast.errors import SpecError, StepfastError
 from stepfast_operator.backends.statefolder import Invocation
 from stepfast_operator.jobcommands.command import register as register_job_commands
+from stepfast_operator.local.output import lasting
 from stepfast_operator.local.preflight import check_start, check_writable
 from stepfast_operator.local.session import Outcome, Surroundings, run_session
 from stepfast_operator.local.summary import print_summary, write_summary
@@ -97,7 +99,8 @@ def run(  # noqa: PLR0917 - typer calls it by keyword
             write_summary(summary, job.job, outcome)
         except OSError as error:
             # How the job ended is what the exit status tells.
-            sys.stderr.write(f"stepfast run: {summary} cannot be written: {error.strerror}\n")
+            with suppress(OSError):
+                sys.stderr.write(f"stepfast run: {summary} cannot be written: {error.strerror}\n")
     raise typer.Exit(outcome.exit_code)
 
 
@@ -221,12 +224,14 @@ def _run(job: TrainingJob, ignored: list[str], invocation: Invocation, *, anatom
         is_measured=anatomy,
     )
     job = replace(job, spec=replace(job.spec, elastic_policy=None))  # one machine has place for what runs on it
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    with LiveView(console, str(job.job)) if console.is_terminal else PlainView(sys.stdout) as view:
-        for what in [*ignored, *job.cluster_only]:
-            view.say(f"{what} has no meaning on one machine and is ignored")
-        outcome = asyncio.run(run_session(job, surroundings, view))
-    print_summary(console, job, outcome)
+    with lasting(sys.stdout) as output:
+        out = cast("TextIO", output)  # as much of one as is used
+        console = Console(file=out)
+        if not console.is_terminal:
+            console = Console(file=out, width=120)
+        with LiveView(console, str(job.job)) if console.is_terminal else PlainView(out) as view:
+            for what in [*ignored, *job.cluster_only]:
+                view.say(f"{what} has no meaning on one machine and is ignored")
+            outcome = asyncio.run(run_session(job, surroundings, view))
+        print_summary(console, job, outcome)
     return outcome

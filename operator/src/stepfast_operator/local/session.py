@@ -120,6 +120,7 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
         memory_limit=memory_limit,
         anatomy=anatomy,
         on_line=view.line,
+        say=view.say,
         on_change=wake.set,
     )
     backend = ProcessBackend(job, uid, state, agent, settings)
@@ -132,6 +133,11 @@ async def _run_locked(job: TrainingJob, surroundings: Surroundings, view: View, 
                 f"what is not persisted stays in memory ({agent.memory_folder}); the same command persists it first"
             )
         interrupts.restore()
+    if not backend.catch_up():
+        view.say(
+            f"how the job ended could not be noted in {state.status_file}: to the same command it was ended in the "
+            "middle, and goes on from its latest step"
+        )
     return Outcome(
         uid=uid,
         status=status,
@@ -188,6 +194,7 @@ async def _loop(backend: ProcessBackend, status: Status, wake: asyncio.Event, vi
     while True:
         # Cleared before looking: what changes while we look wakes us again.
         wake.clear()
+        backend.catch_up()
         seen = await reconcile(backend, status)
         status = seen.after
         view.show(seen)
@@ -219,27 +226,39 @@ def exit_code_of(status: Status) -> int:
 
 class _Interrupts:
     """The first Ctrl-C (or SIGTERM) asks for a last checkpoint, the second stops at once; what is staged is
-    flushed.
+    flushed. A terminal that closes (SIGHUP) asks for a last checkpoint, however often: the shell, the kernel and
+    whoever ends the login session may all tell of it, the last with a SIGTERM beside it.
     """
 
     def __init__(self, backend: ProcessBackend, wake: asyncio.Event, view: View) -> None:
         self._backend, self._wake, self._view = backend, wake, view
+        self._is_asked = False
+        self._handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._interrupt}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            self._handlers[signal.SIGHUP] = self._suspend
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt)
+        for number, handler in self._handlers.items():
+            loop.add_signal_handler(number, handler)
 
     def restore(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._handlers:
             loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
-        if self._backend.intent is Intent.RUN:
-            self._backend.ask(Intent.SUSPEND)
-            is_training = self._backend.is_gang_alive
-            first = "saving a last checkpoint, then stopping" if is_training else "stopping; no gang is running"
-            self._view.say(f"{first}; once more stops now")
-        else:
-            self._backend.ask(Intent.STOP_NOW)
-            self._view.say("stopping now; what is staged is still persisted")
+        if not self._is_asked:
+            self._is_asked = True
+            self._suspend()
+            return
+        self._backend.ask(Intent.STOP_NOW)
+        self._view.say("stopping now; what is staged is still persisted")
+        self._wake.set()
+
+    def _suspend(self) -> None:
+        if self._backend.intent is Intent.STOP_NOW:
+            return
+        self._backend.ask(Intent.SUSPEND)
+        is_training = self._backend.is_gang_alive
+        first = "saving a last checkpoint, then stopping" if is_training else "stopping; no gang is running"
+        self._view.say(f"{first}; once more stops now")
         self._wake.set()

@@ -101,7 +101,10 @@ class StepfastAccelerator(Accelerator):
         folders, folder = self._begun(), self._folder_to_save(output_dir)
         opened = folders.checkpoints.open(tag_of(folder), step=self._steps or number_at_end(folder.name))
         before = _files(folder) if self._save_model_state_pre_hook else None
-        with _ours(save=functools.partial(self._save, opened)), self._pointing_first(folder, opened):
+        if self._automatic_folder() is None and self.is_main_process:
+            folders.look()
+        saving = _ours(save=functools.partial(self._save, opened))
+        with folders.watching(), saving, self._pointing_first(folder, opened):
             super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
         if before is not None:
             self._put_files(opened, folder, before)

@@ -30,10 +30,9 @@ class Epochs:
             return
 
         def begin_noted() -> None:
-            known = self._went_on.pop(id(loader), None)
-            if known is not None and known == loader.iteration and not self._handles:
-                # The rest of that epoch was another loader's, made of this one, and nobody has told this one.
+            if self._is_epoch_over(loader):
                 loader.iteration += 1
+            self._went_on.pop(id(loader), None)
             self._began[id(loader)] = {"torch": torch.get_rng_state(), "sampler": _sampler_state(loader)}
             begin()
 
@@ -45,8 +44,11 @@ class Epochs:
         states, began = [], None
         for loader in loaders:
             is_active = active is not None and active.dataset is loader.dataset
-            state = {"iteration": getattr(loader, "iteration", 0), "sampler": _sampler_state(loader)}
-            if is_active and is_at_end:
+            state: dict[str, Any] = {"iteration": getattr(loader, "iteration", 0), "is_active": is_active}
+            state["sampler"] = _sampler_state(loader)
+            if active is None and self._is_epoch_over(loader):
+                state["iteration"] += 1
+            elif is_active and is_at_end:
                 state["iteration"] = getattr(active, "iteration", 0) + 1
             elif is_active and (noted := self._began.get(id(loader))) is not None:
                 began, state["sampler"] = noted["torch"], noted["sampler"]
@@ -64,13 +66,20 @@ class Epochs:
             if hasattr(loader, "iteration"):
                 loader.iteration = own["iteration"]
             _set_sampler_state(loader, own["sampler"])
-            if began is not None:
+            if began is not None and own.get("is_active", True):  # older states do not say which was
                 self._began[id(loader)] = {"torch": began, "sampler": own["sampler"]}
                 self._went_on[id(loader)] = own["iteration"]
         if began is None:
             return
         torch.set_rng_state(began.cpu())
         self._handles = [model.register_forward_pre_hook(self._going_on(state["rng"])) for model in models]
+
+    def _is_epoch_over(self, loader: Any) -> bool:
+        """Whether the epoch that the loader went on within is over: the rest of it was another loader's, made of this
+        one, and nobody has told this one.
+        """
+        known = self._went_on.get(id(loader))
+        return known is not None and known == getattr(loader, "iteration", None) and not self._handles
 
     def _going_on(self, rng: dict[str, Any]) -> Callable[..., None]:
         def go_on(model: Any, _: Any) -> None:

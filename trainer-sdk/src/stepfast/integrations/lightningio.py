@@ -135,7 +135,12 @@ class StepfastCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes the checkpoint once the newest one is committed: until then it is all that there may be."""
-        if os.path.exists(path) and not has_pointer(path):
+        try:
+            is_file = os.path.exists(path) and not has_pointer(path)
+        except OSError as error:
+            log.warning("stepfast: what %s stands for cannot be read, so it stays: %s", path, error)
+            return
+        if is_file:
             super().remove_checkpoint(path)
         else:
             self.pointers.remove(path, self.tag_of(path))

@@ -2,7 +2,8 @@
 
 Such a pointer is a file of that name in the checkpoint's folder, or, where the framework writes one file, that file.
 The framework's own rules go on working with these: what it removes is removed as a step, once what was saved last is
-committed and never before; on a disk that has seen nothing of the job they are made again.
+committed and never before; on a disk that has seen nothing of the job they are made again. What somebody else removes,
+as whoever tidies old files up does, and what cannot be read, stays a step.
 
 A step's tag is the path of its checkpoint as seen from where the script runs, so that trainers of one job whose folders
 differ never take each other's (`tag_of`, `path_of`, `Scope`). A pointer means the step that it names, of its job, in
@@ -18,8 +19,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,18 +42,20 @@ _DIGEST = "~"  # what stands for a path that is too long for a tag begins so
 
 
 def has_pointer(path: Any) -> bool:
-    """Whether the path stands for a step, of whichever job."""
+    """Whether the path stands for a step, of whichever job. Raises OSError where that cannot be read."""
     return read_pointer(path) is not None
 
 
 def read_pointer(path: Any) -> dict[str, Any] | None:
-    """What the pointer at that path says: `step`, `tag`, `job`, and `storage`; None for a path that stands for none."""
+    """What the pointer at that path says: `step`, `tag`, `job`, and `storage`; None for a path that stands for none.
+    Raises OSError where it cannot be read.
+    """
     file = _file_of(Path(path))
     try:
         if file.stat().st_size > _POINTER_BYTES:
             return None
         about = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     kinds = {"step": int, "tag": str, "job": str, "storage": str}
     is_one = isinstance(about, dict) and all(isinstance(about.get(key), kind) for key, kind in kinds.items())
@@ -134,6 +137,9 @@ class Pointers:
     def __init__(self, checkpoints: TaggedCheckpoints, *, in_folders: bool = True) -> None:
         self.checkpoints, self._in_folders = checkpoints, in_folders
         self._steps: dict[Path, list[int]] = {}  # that each path has stood for, the newest last
+        self._removed: set[Path] = set()  # by the framework, or the script
+        self._lost: set[Path] = set()  # whose pointer somebody else has removed
+        self._folders: dict[Path, tuple[int, int] | None] = {}  # that paths are in, as they were
         self._removals = Removals(checkpoints)
 
     def point(self, path: Any, step: int, tag: str) -> None:
@@ -143,6 +149,9 @@ class Pointers:
         about = {"step": step, "tag": tag, "job": str(environment.job), "storage": environment.storage_uri}
         file = _file_of(Path(path))
         write_file(file.parent, file.name, json.dumps(about).encode())
+        self._removed.discard(Path(path).absolute())
+        self._lost.discard(Path(path).absolute())
+        self._note_folder(Path(path).absolute())
         steps = self._steps.setdefault(Path(path).absolute(), [])
         if step not in steps:
             steps.append(step)
@@ -150,7 +159,7 @@ class Pointers:
     def find(self, path: Any, tag: str, scope: Scope | None = None) -> CommittedStep | None:
         """The committed step that the path stands for; of one that was lost with its attempt, or of a pointer that is
         gone, the newest of that tag, or the scope's that was saved there. Raises CheckpointNotFound for another job's,
-        StorageError.
+        StorageError, OSError where the pointer cannot be read.
         """
         pointer = read_pointer(path)
         if pointer is not None and not self._is_ours(pointer):
@@ -179,12 +188,13 @@ class Pointers:
             if path is not None:
                 wanted.setdefault(path.absolute(), []).append(found)
         for path in present:
-            pointer = None if path.is_symlink() or path.absolute() in wanted else read_pointer(path)
+            pointer = None if path.is_symlink() or path.absolute() in wanted else _readable(path)
             if pointer is not None and self._is_ours(pointer):
                 remove_pointer(path)
         for path, steps in wanted.items():
             self._steps[path] = [found.step for found in steps]
-            pointer = read_pointer(path)
+            self._note_folder(path)
+            pointer = _readable(path)
             if pointer is None or not self._is_ours(pointer) or not _names(pointer, steps[-1]):
                 try:
                     self.point(path, steps[-1].step, steps[-1].tag)
@@ -198,7 +208,7 @@ class Pointers:
         self._removals.saved(saved)
 
     def remove(self, path: Any, tag: str) -> None:
-        """Has the path stand for nothing: its step goes as `sweep` says. Rank 0 calls it. Raises StorageError."""
+        """Has the path stand for nothing: its step goes as `sweep` says. Rank 0 calls it. Raises as `find` does."""
         pointer = read_pointer(path)
         steps = self._steps.setdefault(Path(path).absolute(), [])
         is_known = pointer is not None and pointer["step"] in steps  # else to find it takes until all is committed
@@ -207,23 +217,57 @@ class Pointers:
             if found is not None and found.step not in steps:
                 steps.append(found.step)
         remove_pointer(path)
+        self._removed.add(Path(path).absolute())
         self.sweep()
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the framework saves, or ends, and removes what is too many: `sweep` removes the steps of what it has
+        removed meanwhile. It always leaves one: where all is gone the disk is, and that was not the framework.
+        """
+        if self.checkpoints.environment.rank != 0:  # rank 0 sweeps
+            yield
+            return
+        before = [path for path in self._steps if not _is_gone(path)]
+        try:
+            yield
+        finally:
+            gone = {path for path in before if _is_gone(path)}
+            if not all(map(_is_gone, self._steps)):
+                self._removed |= gone
+
+    def look(self) -> None:
+        """Where the script, not the framework, removes what is too many, between any two saves: called before each of
+        them, has `sweep` remove the steps of folders that are gone whole, of a disk that is still there. Whoever tidies
+        up takes old files first.
+        """
+        gone = {path for path in self._steps.keys() - self._lost if _is_gone(path)}
+        self._removed |= {
+            path
+            for path in gone
+            if not os.path.lexists(path) and _identity(path.parent) == self._folders.get(path.parent) is not None
+        }
+        self._lost |= gone - self._removed
+
     def sweep(self) -> None:
-        """Removes what is of no more use: steps whose pointer is gone, and all but the newest of each path, each of
-        them once what this rank saved last is committed. Rank 0 calls it.
+        """Removes what is of no more use: steps whose pointer the framework has removed, and all but the newest of each
+        path, each of them once what this rank saved last is committed. Rank 0 calls it.
         """
         for path, steps in list(self._steps.items()):
-            kept = steps[-1:] if has_pointer(path) else []
+            kept = [] if path in self._removed else steps[-1:]
             self._removals.begin(steps[: len(steps) - len(kept)])
             if kept:
                 self._steps[path] = kept
             else:
                 del self._steps[path]
+        self._removed.clear()
 
     def finish(self) -> None:
         """Waits until all is persisted, and removed that was to be. Raises StorageUnavailable."""
         self._removals.finish()
+
+    def _note_folder(self, path: Path) -> None:
+        self._folders[path.parent] = _identity(path.parent)
 
     def _is_ours(self, pointer: Mapping[str, Any]) -> bool:
         environment = self.checkpoints.environment
@@ -246,6 +290,33 @@ def _digest(text: str) -> str:
 
 def _names(pointer: Mapping[str, Any], found: CommittedStep) -> bool:
     return (pointer["step"], pointer["tag"]) == (found.step, found.tag)
+
+
+def _readable(path: Path) -> dict[str, Any] | None:
+    """As `read_pointer`; None, too, where it cannot be read."""
+    with suppress(OSError):
+        return read_pointer(path)
+    return None
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder that is: another one where something is mounted there, or is no longer; None: none to be seen."""
+    try:
+        about = folder.stat()
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether there is no pointer for certain, not only none that could be looked at."""
+    try:
+        _file_of(path).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _file_of(path: Path) -> Path:

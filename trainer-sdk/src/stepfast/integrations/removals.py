@@ -24,6 +24,7 @@ class Removals:
         self._newest: Saved | None = None
         self._running: list[Future[list[int]]] = []
         self._leaving: set[int] = set()
+        self._held: list[int] | None = None  # what stays until a step is saved again; None: the last one was saved
 
     @property
     def leaving(self) -> frozenset[int]:
@@ -31,12 +32,22 @@ class Removals:
         return frozenset(self._leaving)
 
     def saved(self, saved: Saved) -> None:
-        """Tells of a step that this rank has just staged, unless memory was exhausted."""
-        if saved.saved:
-            self._newest = self._saves[saved.step] = saved
+        """Tells of a step that this rank has just staged, or could not: then nothing takes the place of what is to be
+        removed, which stays until one is staged.
+        """
+        if not saved.saved:
+            self._held = self._held or []
+            return
+        self._newest = self._saves[saved.step] = saved
+        held, self._held = self._held, None
+        if held:
+            self.begin(held)
 
     def begin(self, steps: Sequence[int]) -> None:
-        """Removes these once what this rank has saved last is committed; at once where it has saved nothing."""
+        """Removes these once what this rank has saved last is committed; at once where it has not tried to save."""
+        if self._held is not None:
+            self._held += steps
+            return
         ended = [run for run in self._running if run.done()]
         self._running = [run for run in self._running if run not in ended]
         steps = [*(step for run in ended for step in run.result()), *steps]

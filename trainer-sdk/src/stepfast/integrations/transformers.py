@@ -77,8 +77,9 @@ class StepfastTrainerMixin(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's. `resume_from_checkpoint`: None or True: the latest step of this output_dir, if it has one;
-        False: from scratch; a folder, of a step or a real one: that. In a job that was restarted since, each of them
-        means the latest step. A second training of a process in one output_dir begins anew unless told otherwise.
+        False: from scratch; a folder, of a step or a real one: that. In a job that was restarted, resumed or resized
+        since, each of them means the latest step. A second training of a process in one output_dir begins anew unless
+        told otherwise.
 
         Returns when all is persisted. Raises StateUnsupported, CheckpointNotFound, CheckpointDamaged, StorageError.
         """
@@ -90,6 +91,10 @@ class StepfastTrainerMixin(Trainer):
         self._sweep()
         self._own_folders.finish()
         return result
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        with self._own_folders.watching():  # where one checkpoint is kept, and the best, the last one goes
+            return super()._finalize_training(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
@@ -114,7 +119,7 @@ class StepfastTrainerMixin(Trainer):
 
     def _resume_point(self, asked: str | bool | None) -> Any:
         """The folder that Trainer is to go on from."""
-        is_restarted = self.checkpoints.environment.interruptions > 0
+        is_restarted = self.checkpoints.environment.is_restarted
         is_first = self._folder not in _trained_in  # else the latest step is the first training's
         is_named = isinstance(asked, str | os.PathLike)
         found = None
@@ -183,7 +188,8 @@ class StepfastTrainerMixin(Trainer):
         try:
             # Each rank needs the folder: of the best one Trainer asks whether it is there.
             self._own_folders.point(folder, opened.step, opened.tag)
-            super()._save_checkpoint(model, trial)
+            with self._own_folders.watching():
+                super()._save_checkpoint(model, trial)
             if self.is_world_process_zero():
                 opened.put(STATE, _tensor(self._state_text(folder)), copy=False)
             self.saved = opened.commit()

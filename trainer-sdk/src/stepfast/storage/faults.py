@@ -24,6 +24,13 @@ _FORBIDDEN = frozenset(
         errno.EXDEV,
     }
 )
+# What kernels say of a medium or a file system that has lost bytes, by the ways that reads take.
+_DAMAGED = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ, errno.ENODATA})
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether the bytes are gone where such an error of a read does not pass; of others nobody knows."""
+    return error.errno in _DAMAGED
 
 
 def storage_error(error: OSError, doing: str) -> StorageError:

@@ -21,6 +21,7 @@ from stepfast.errors import (
     ObjectsUndefined,
     StepOutOfOrder,
     StorageError,
+    StorageUnavailable,
 )
 from stepfast.layout import job_folder
 from stepfast.messages import Restored, Skipped
@@ -107,6 +108,7 @@ class Checkpointer:
         self._referring = Referring(self._writer)
         self._planner = Planner(self._objects, self._environment, weights_only=weights_only, held=self._ledger)
         self._newest: int | None = None  # newest step staged, on its way or saved
+        self._refused: int | None = None  # newest step that was to be saved, whatever the interval says, and was not
         self._resumer = Resumer(
             self._source, self._gang, self._environment, self._objects, name=name, weights_only=weights_only
         )
@@ -178,7 +180,8 @@ class Checkpointer:
     def close(self, timeout_seconds: float = 600.0) -> None:
         """Saves the last step if the interval left it out, waits until the newest save is committed, and says goodbye.
 
-        Every rank must call it. Raises StorageUnavailable.
+        Every rank must call it. Raises StorageUnavailable, also when the last save was refused because newer steps of
+        earlier runs could not be marked superseded: on all ranks.
         """
         if self._closed:
             return
@@ -186,6 +189,11 @@ class Checkpointer:
             last = self._pace.last_step
             if last is not None and (self._newest is None or last > self._newest):
                 self._consult(Request(step=last, explicit=True, must_persist=True))
+            if self._refused is not None and (self._newest is None or self._refused > self._newest):
+                raise StorageUnavailable(
+                    f"step {self._refused}, the last, is not saved: newer steps of earlier runs could not be marked "
+                    "superseded, the log of rank 0 says why. What was committed before is untouched"
+                )
             if self._newest is not None:
                 self._writer.wait_committed(self._newest, timeout_seconds)
         finally:
@@ -230,6 +238,8 @@ class Checkpointer:
                 log.warning("stepfast: step %s is not saved: every slot still waits to be persisted", request.step)
                 if self._link is not None:
                     self._link.tell(Skipped(step=request.step))
+            elif request.explicit and request.step != self._newest:
+                self._refused = request.step
         finally:
             self._gang.publish(self._report(wants_save=asked))
         if decision.final:

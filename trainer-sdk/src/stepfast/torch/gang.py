@@ -1,15 +1,18 @@
 """How the ranks of a gang agree: through the rendezvous store that torchrun keeps, one round trip, no collective.
 
 All ranks make the same consultations in the same order; each has a number. Rank 0 reads what everybody published after
-the one before, decides, and posts; the others read the post (I7).
+the one before, decides, and posts; the others read the post (I7). What was said stays in the store: nothing that is
+said later may have its key.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Protocol
 
 import torch.distributed as dist
@@ -88,19 +91,31 @@ class Alone:
 
 
 class StoreGang:
-    """A gang that meets in a torch.distributed store. Errors of the store become GangError."""
+    """A gang that meets in a torch.distributed store. Errors of the store become GangError.
+
+    A process may make several of one run, one after the other. All ranks use them in the same order, and each has its
+    own consultations and exchanges; all else that is said is the run's.
+    """
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._store = store
         self._number = 0
+        self._exchanges: Counter[str] = Counter()  # by topic
+
+    @cached_property
+    def _ordinal(self) -> int:
+        """Which of this rank's gangs this is, counted in the store, as a new store has messages of none. Counted when
+        the ranks first meet: one that was made and never used, on some ranks alone, does not count.
+        """
+        return int(self._store.add(f"gangs/{self.rank}", 1))
 
     def consult(self, report: RankReport, decide: Callable[[Sequence[RankReport]], Decision]) -> Decision:
         number = self._number
-        key = f"decision/{number}"
         # Before the first decision nothing was published: the ranks show each other what they begin with.
         first = [RankReport.from_json(text) for text in self.exchange("begin", report.to_json())] if number == 0 else []
         try:
+            key = self._decision_key(number)
             if self.rank == 0:
                 reports = first or self._reports(number - 1)
                 error = None
@@ -110,7 +125,7 @@ class StoreGang:
                     error, decision = refused, None
                 self._store.set(key, decision.to_json() if decision is not None else f"!{error}")
                 if number >= 2:
-                    self._store.delete_key(f"decision/{number - 2}")
+                    self._store.delete_key(self._decision_key(number - 2))
                 if decision is None:
                     raise GangError(str(error))
                 return decision
@@ -124,17 +139,18 @@ class StoreGang:
     def publish(self, report: RankReport) -> None:
         number, self._number = self._number, self._number + 1
         try:
-            self._store.set(f"report/{number}/{self.rank}", report.to_json())
+            self._store.set(self._report_key(number, self.rank), report.to_json())
             if number >= 2:
                 # Rank 0 has read it: it posted the decision after it, which this rank has seen.
-                self._store.delete_key(f"report/{number - 2}/{self.rank}")
+                self._store.delete_key(self._report_key(number - 2, self.rank))
         except dist.DistError as error:
             raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
 
     def exchange(self, topic: str, text: str) -> list[str]:
+        number, self._exchanges[topic] = self._exchanges[topic], self._exchanges[topic] + 1
         try:
-            self._store.set(f"{topic}/{self.rank}", text)
-            keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+            keys = [f"{self._ordinal}/{topic}/{number}/{rank}" for rank in range(self.world_size)]
+            self._store.set(keys[self.rank], text)
             return [value.decode() for value in self._store.multi_get(keys)]
         except dist.DistError as error:
             raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
@@ -173,8 +189,14 @@ class StoreGang:
             raise GangError(f"rank {self.rank}: the rendezvous store does not answer: {error}") from error
 
     def _reports(self, number: int) -> list[RankReport]:
-        keys = [f"report/{number}/{rank}" for rank in range(self.world_size)]
+        keys = [self._report_key(number, rank) for rank in range(self.world_size)]
         return [RankReport.from_json(value) for value in self._store.multi_get(keys)]
+
+    def _decision_key(self, number: int) -> str:
+        return f"{self._ordinal}/decision/{number}"
+
+    def _report_key(self, number: int, rank: int) -> str:
+        return f"{self._ordinal}/report/{number}/{rank}"
 
 
 def grouped_world_size() -> int:

@@ -98,6 +98,14 @@ class Entry:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Layout:
+    """Where a file's entries are, in the order of the plan's sources. One value, which another thread finds whole."""
+
+    header: HeaderPlan
+    ranges: Sequence[tuple[int, int]]
+
+
 class SavePlan:
     """The file of one rank for states of one structure."""
 
@@ -147,29 +155,33 @@ class SavePlan:
 
     def _lay_out(self, variable_bytes: int) -> None:
         self._variable_bytes = variable_bytes
-        self._header_plan = HeaderPlan(self._specs, constant=self._constant, variable_bytes=variable_bytes)
-        self.generation = object()  # views of slots are made anew when this changes
-        self.size_bytes = self._header_plan.size_bytes
-        places = {place.spec.name: place for place in self._header_plan.places}
-        self.ranges = [(places[piece.name].begin, places[piece.name].end) for piece in self._pieces]
+        header = HeaderPlan(self._specs, constant=self._constant, variable_bytes=variable_bytes)
+        places = {place.spec.name: place for place in header.places}
+        ranges = [(places[piece.name].begin, places[piece.name].end) for piece in self._pieces]
+        self.layout = Layout(header=header, ranges=ranges)  # views of slots are made anew when this changes
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file."""
+        return self.layout.header.size_bytes
 
     @property
     def header_prefix(self) -> bytes:
-        """The file's first bytes, which stay while `generation` does."""
-        return self._header_plan.prefix
+        """The file's first bytes, which stay while `layout` does."""
+        return self.layout.header.prefix
 
     def header_tail(self, variable: Mapping[str, str]) -> bytes:
         """What follows them up to the data; makes more room, and a new layout, when the values outgrew theirs."""
-        tail = self._header_plan.tail(variable)
+        tail = self.layout.header.tail(variable)
         if tail is None:
             self._lay_out(sum(len(json.dumps(value)) for value in variable.values()) + 1024)
-            tail = self._header_plan.tail(variable)
+            tail = self.layout.header.tail(variable)
         if tail is None:
             raise AssertionError("a layout made to measure does not fit")
         return tail
 
     def sources(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors to copy, in the order of `ranges`, each as its file shows it."""
+        """The tensors to copy, in the order of `layout.ranges`, each as its file shows it."""
         taken: list[torch.Tensor] = list(map(tensors.__getitem__, self._taken))
         for index, piece in self._made:
             taken[index] = self._stored(piece, self._sharing.source(piece.base, tensors))

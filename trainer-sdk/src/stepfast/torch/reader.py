@@ -33,6 +33,7 @@ from stepfast.step import Tier
 from stepfast.torch import sharing, targets
 from stepfast.torch.dtypes import NATIVE, as_movable, parse_dtype
 from stepfast.torch.plan import Rows, divide, piece_name, row_dimension
+from stepfast.torch.rereading import Unreadable, read_patiently
 from stepfast.torch.sharing import Base, Sharing
 from stepfast.torch.sources import Source, read_record
 from stepfast.torch.state import Json, leaves, rebuild, tensors_in
@@ -123,7 +124,7 @@ class StepReader:
         for source, pieces in _by_path(self._open(rank).pieces).items():
             file, ranges = self._files[source], [(piece.begin, piece.end) for piece in pieces]
             if file.tier is not Tier.MEMORY:
-                self._guard(source, partial(file.check, ranges, self._threads))
+                self._guard(source, partial(VerifiedFile.check, ranges=ranges, threads=self._threads))
 
     def read(self, rank: int, own: Mapping[str, OwnState], *, weights_only: bool) -> dict[str, Any]:
         """The state that this rank saved, with the replicated tensors gathered from all files.
@@ -319,7 +320,7 @@ class StepReader:
                 beside.append((target, found.bases[piece.base], read))
                 target = read
             extents.append(Extent(piece.begin, piece.end, target.data_ptr()))
-        self._guard(path, lambda: self._files[path].read(extents, self._threads))
+        self._guard(path, lambda file: file.read(extents, self._threads))
         for target, base, read in beside:
             _fill(target, base, read)
 
@@ -331,26 +332,40 @@ class StepReader:
 
     def _file(self, path: str) -> VerifiedFile:
         if path not in self._files:
+            self._guard(path, lambda file: None)
+        return self._files[path]
+
+    def _guard(self, path: str, read: Callable[[VerifiedFile], None]) -> None:
+        """Has the file read, which is opened for it, and opened anew when the system cannot read it."""
+
+        def attempt() -> None:
+            try:
+                read(self._opened(path))
+            except Unreadable:
+                if path in self._files:
+                    self._files.pop(path).close()
+                raise
+
+        try:
+            read_patiently(attempt, damage=FileMismatch)
+        except FileMismatch as error:
+            if path in self._files and self._files[path].tier is Tier.MEMORY:
+                raise _MemoryMismatch from error
+            raise self._damaged(path, str(error)) from error
+
+    def _opened(self, path: str) -> VerifiedFile:
+        if path not in self._files:
             try:
                 found = self._source.fetch(path, refresh=self._is_refreshed)
             except ObjectNotFound as error:
                 raise self._damaged(path, f"missing ({error})") from error
-            tier = found.tier
             try:
                 self._files[path] = VerifiedFile(found, self._entries[path])
             except FileMismatch as error:
-                if tier is Tier.MEMORY:
+                if found.tier is Tier.MEMORY:
                     raise _MemoryMismatch from error
-                raise self._damaged(path, str(error)) from error
+                raise
         return self._files[path]
-
-    def _guard(self, path: str, read: Callable[[], None]) -> None:
-        try:
-            read()
-        except FileMismatch as error:
-            if self._files[path].tier is Tier.MEMORY:
-                raise _MemoryMismatch from error
-            raise self._damaged(path, str(error)) from error
 
     def _damaged(self, path: str, reason: str) -> CheckpointDamaged:
         """The damage of a file; of an older step's it says why that is this one's."""

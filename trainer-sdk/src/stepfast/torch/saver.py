@@ -296,6 +296,12 @@ class DirectSaver:
         with self._lock:
             self._note(manifest)
 
+    def check_committed(self, step: int) -> None:
+        """What all ranks are through with is committed, or never will be. Raises CheckpointNotFound, StorageError."""
+        manifest = try_commit(self._store, self._folder, step, self._environment.run)
+        if manifest is None or manifest.run != self._environment.run:
+            raise CheckpointNotFound(f"step {step} is not committed: the part of a rank is missing, or it was removed")
+
     def is_committed(self, step: int) -> bool:
         """Whether the step is committed, and is this run's."""
         try:

@@ -32,13 +32,13 @@ class Sharing(StrEnum):
 
 
 class Sharers:
-    """As one rank sees them. `on_look()` is called again and again where they are found out. `before`: of the run that
-    was closed, and goes on.
+    """As one rank sees them. `on_look()` is called again and again where they are found out. `before`: the rank's
+    attendance, when the run was closed and goes on.
     """
 
     def __init__(
         self, sharing: Sharing, gang: Gang, writer: Writer, branch: Branch, *, rank: int, world_size: int,
-        on_look: Callable[[], None], before: Sharers | None,
+        on_look: Callable[[], None], before: Attendance | None,
     ) -> None:  # fmt: skip
         self._writer, self._branch = writer, branch
         self._late: list[threading.Thread] = []
@@ -51,8 +51,12 @@ class Sharers:
         elif sharing is Sharing.THIS_RANK:
             self.said = str(RankSet.of([rank]))
         else:
-            known = before._attendance if before is not None else None
-            self._attendance = Attendance(gang, self._told, self._told_given_up, on_look=on_look, before=known)
+            self._attendance = Attendance(gang, self._told, self._told_given_up, on_look=on_look, before=before)
+
+    @property
+    def attendance(self) -> Attendance | None:
+        """What finds them out, where nobody has said which ranks save."""
+        return self._attendance
 
     @property
     def are_found_out(self) -> bool:

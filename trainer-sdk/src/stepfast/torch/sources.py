@@ -15,7 +15,9 @@ from stepfast.layout import RecordInvalid, check_manifest, join, manifest_path
 from stepfast.step import Tier
 from stepfast.storage import Store
 from stepfast.storage.download import download
+from stepfast.storage.localfile import read_at
 from stepfast.torch.link import AgentLink
+from stepfast.torch.rereading import read_patiently, unreadable
 
 _AGENT_SECONDS = 60.0
 _SUPERSEDE_SECONDS = 120.0
@@ -85,12 +87,21 @@ def committed_steps(source: Source) -> list[CommittedStep]:
 
 
 def read_record(source: Source, path: str) -> bytes:
-    """A manifest or part record, from the persistent tier. Raises ObjectNotFound, StorageError."""
-    found = source.fetch(path, refresh=True)
-    try:
-        return os.pread(found.descriptor, found.size_bytes, found.offset)
-    finally:
-        os.close(found.descriptor)
+    """A manifest or part record, from the persistent tier. Raises ObjectNotFound, RecordInvalid when its bytes are
+    gone, StorageError.
+    """
+
+    def read() -> bytes:
+        found = source.fetch(path, refresh=True)
+        try:
+            record = bytearray(found.size_bytes)
+            return bytes(record[: read_at(found.descriptor, found.offset, memoryview(record))])
+        except OSError as error:
+            raise unreadable(error, f"read {path}") from error
+        finally:
+            os.close(found.descriptor)
+
+    return read_patiently(read, damage=RecordInvalid)
 
 
 class AgentSource:

@@ -21,7 +21,7 @@ from stepfast.slot import CONTROL_BYTES, SlotRecord, rank_record
 from stepfast.tensorfile import CACHE_LINE
 from stepfast.torch.devicecopy import DeviceCopy, Pending
 from stepfast.torch.dtypes import flat_bytes
-from stepfast.torch.plan import SavePlan
+from stepfast.torch.plan import Layout, SavePlan
 
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 8 << 20
@@ -48,7 +48,7 @@ class _Views:
     rest, both flat. Stores that straddle two lines make a copy 1.5 times as long; loads that do cost nothing.
     """
 
-    generation: object  # the layout that they were made for
+    layout: Layout | None  # that they were made for; None: there are none yet
     whole: Sequence[torch.Tensor]
     cuts: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     runs: Sequence[_Run]
@@ -107,8 +107,8 @@ class MappedSlot:
         self._file = _identity(descriptor)
         self._map = mmap.mmap(descriptor, CONTROL_BYTES + capacity_bytes)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._views = _Views(generation=None, whole=(), cuts={}, runs=(), singles=())
-        self._header: object = None  # the layout whose header's first bytes stand in the slot
+        self._views = _Views(layout=None, whole=(), cuts={}, runs=(), singles=())
+        self._header: Layout | None = None  # the layout whose header's first bytes stand in the slot
 
     def is_of(self, descriptor: int) -> bool:
         """Whether this is a mapping of the descriptor's file."""
@@ -154,30 +154,32 @@ class MappedSlot:
 
     def stage(self, plan: SavePlan, header_tail: bytes, sources: Sequence[torch.Tensor]) -> None:
         """Copies a whole file: header, then every tensor, each in one pass."""
-        self._write_header(plan, header_tail)
-        self._views.copy(sources)
+        self._write_header(plan, header_tail).copy(sources)
 
     def begin(
         self, plan: SavePlan, header_tail: bytes, sources: Sequence[torch.Tensor], device: DeviceCopy,
         deferrable: Sequence[bool],
     ) -> Pending | None:  # fmt: skip
         """The same, but that the device's tensors may still be on their way when it returns."""
-        self._write_header(plan, header_tail)
-        self._pending = self._views.begin(sources, device, deferrable)
+        self._pending = self._write_header(plan, header_tail).begin(sources, device, deferrable)
         return self._pending
 
-    def _write_header(self, plan: SavePlan, header_tail: bytes) -> None:
-        if self._views.generation is not plan.generation:
-            self._views = self._make_views(plan)
-        if self._header is not plan.generation:
-            self._write(0, plan.header_prefix)
-            self._header = plan.generation
-        self._write(len(plan.header_prefix), header_tail)
+    def _write_header(self, plan: SavePlan, header_tail: bytes) -> _Views:
+        """The views that belong to the header: another thread may `prepare` others at any time."""
+        layout, views = plan.layout, self._views
+        if views.layout is not layout:
+            self._views = views = self._make_views(plan, layout)
+        if self._header is not layout:
+            self._write(0, layout.header.prefix)
+            self._header = layout
+        self._write(len(layout.header.prefix), header_tail)
+        return views
 
     def prepare(self, plan: SavePlan) -> None:
         """Makes the plan's views ahead of the first save."""
-        if plan.size_bytes <= self.capacity_bytes:
-            self._views = self._make_views(plan)
+        layout = plan.layout
+        if layout.header.size_bytes <= self.capacity_bytes:
+            self._views = self._make_views(plan, layout)
 
     def stage_window(
         self, plan: SavePlan, header_tail: bytes, sources: Sequence[torch.Tensor], begin: int, size: int
@@ -187,7 +189,7 @@ class MappedSlot:
         end, header_bytes = begin + size, len(plan.header_prefix) + len(header_tail)
         if begin < header_bytes:
             self._write(0, (plan.header_prefix + header_tail)[begin:end])
-        for (low, high), source in zip(plan.ranges, sources, strict=True):
+        for (low, high), source in zip(plan.layout.ranges, sources, strict=True):
             first, last = max(low, begin), min(high, end)
             if first >= last:
                 continue
@@ -200,22 +202,24 @@ class MappedSlot:
     def _write(self, offset: int, data: bytes) -> None:
         self._map[CONTROL_BYTES + offset : CONTROL_BYTES + offset + len(data)] = data
 
-    def _make_views(self, plan: SavePlan) -> _Views:
-        forms = plan.stored_forms()
+    def _make_views(self, plan: SavePlan, layout: Layout) -> _Views:
+        forms, ranges = plan.stored_forms(), layout.ranges
         whole, cuts = [], {}
-        for index, ((begin, end), (dtype, shape)) in enumerate(zip(plan.ranges, forms, strict=True)):
+        for index, ((begin, end), (dtype, shape)) in enumerate(zip(ranges, forms, strict=True)):
             raw = self._bytes[CONTROL_BYTES + begin : CONTROL_BYTES + end]
             # An empty tensor has no bytes that could be viewed as something else.
             whole.append(raw.view(dtype).view(shape) if begin < end else torch.empty(shape, dtype=dtype))
             if head := _head_bytes(begin, end - begin):
                 cuts[index] = raw[:head].view(dtype), raw[head:].view(dtype)
-        runs = [self._make_run(plan, members, *forms[members[0]]) for members in find_runs(plan.ranges, forms)]
+        runs = [self._make_run(ranges, members, *forms[members[0]]) for members in find_runs(ranges, forms)]
         in_runs = {index for run in runs for index in run.members}
         singles = [index for index in range(len(whole)) if index not in in_runs]
-        return _Views(generation=plan.generation, whole=whole, cuts=cuts, runs=runs, singles=singles)
+        return _Views(layout=layout, whole=whole, cuts=cuts, runs=runs, singles=singles)
 
-    def _make_run(self, plan: SavePlan, members: Sequence[int], dtype: torch.dtype, shape: tuple[int, ...]) -> _Run:
-        begin, end = plan.ranges[members[0]][0], plan.ranges[members[-1]][1]
+    def _make_run(
+        self, ranges: Sequence[tuple[int, int]], members: Sequence[int], dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> _Run:
+        begin, end = ranges[members[0]][0], ranges[members[-1]][1]
         raw = self._bytes[CONTROL_BYTES + begin : CONTROL_BYTES + end]
         return _Run(members=members, target=raw.view(dtype).view(-1, *shape[1:]))
 

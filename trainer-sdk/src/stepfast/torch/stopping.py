@@ -24,7 +24,8 @@ class Stopping:
 
     def __init__(self, gang: Gang, link: AgentLink | None) -> None:
         self._gang, self._link = gang, link
-        self._next_step, self._stride, self._asked_time = 0, 1, time.monotonic()
+        self._step, self._next_step, self._stride = 0, 0, 1  # the first is what this rank asked about last
+        self._asked_time = time.monotonic()
         self._is_last = False
         self._is_told: bool | None = None  # whether an agent may tell any rank to stop; None: not asked yet
 
@@ -32,6 +33,9 @@ class Stopping:
         """Whether all ranks are to save this step, and to wait behind it. Every rank asks about the same steps, in
         their order, and none of them goes on without rank 0. Raises GangError.
         """
+        if step < self._step:  # another training of this process, which counts anew, or an older state was loaded
+            self._next_step, self._stride = 0, 1
+        self._step = step
         if self._is_last or step < self._next_step:
             return self._is_last
         if self._is_told is None:  # an agent may be each rank's own affair, but whether to consult is not

@@ -12,7 +12,6 @@ import json
 import logging
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,6 +46,7 @@ from stepfast.torch.sharers import Sharers, Sharing
 from stepfast.torch.sources import AgentSource, CommittedStep, DirectSource, Source
 from stepfast.torch.stopping import Stopping, wait_to_be_stopped
 from stepfast.torch.taggedsteps import FILE_NAME, TaggedSteps, newest_of
+from stepfast.torch.taghistory import join_history
 from stepfast.torch.topics import Topic
 from stepfast.torch.writer import Saved, Writer
 
@@ -56,11 +56,12 @@ _FLUSH_SECONDS = 600.0  # until it is known who shares in a step that somebody w
 
 
 class TaggedCheckpoints:
-    """A job's steps by tag and name. One a process; which ranks make one, and open tags, says `sharing`.
+    """A job's steps by tag and name. One a process at a time, and those that it makes after it go on with the run;
+    which ranks make one, and open tags, says `sharing`.
 
     weights_only: True refuses to read objects that only travel pickled, since to read those runs their code.
     persist_all: every step is persisted, however slow the storage: saves wait for memory rather than overtake.
-    before: closed ones of this process and job, whose run these go on with.
+    before: closed ones of this process and job, whose run these go on with, whichever the environment names.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class TaggedCheckpoints:
             environment = replace(environment, storage_uri=absolute_storage_uri(storage_uri))
         self._gang, self._environment = join_gang(environment) if before is None else before._rejoined(environment)
         self._run_key = claim(self._environment, self)
+        self._history, self._gang = join_history(self._run_key, self._gang)
         self._link = join_agent(self._environment, self._gang, with_all=sharing is Sharing.EVERY_RANK)
         self._writer = Writer(self._link, self._environment, FILE_NAME, Overlap(None, []))
         self._source: Source = (
@@ -90,11 +92,6 @@ class TaggedCheckpoints:
         self._settlement = Settlement(self._gang, self._source, self._link, run=self._environment.run)
         self._named = NamedObjects()
         self._planner = Planner(self._named, self._environment, weights_only=weights_only)
-        self._opened: Counter[str] = before._opened if before is not None else Counter()
-        self._last_number: int = before._last_number if before is not None else -1  # of this rank's openings
-        self._asked: int = before._asked if before is not None else 0
-        # What is read from then on is not what training goes on from.
-        self._has_progressed: bool = before is not None and before._has_progressed
         self._newest: Saved | None = None
         self._saves: dict[str, Saved] = {}  # the newest of each tag
         self._steps = TaggedSteps(
@@ -110,8 +107,9 @@ class TaggedCheckpoints:
         self._sharers: Sharers = Sharers(
             sharing, self._gang, self._writer, self._branch, rank=self._environment.rank,
             world_size=self._environment.world_size, on_look=self._reports.publish,
-            before=before._sharers if before is not None else None,
+            before=self._history.attendance,
         )  # fmt: skip
+        self._history.attendance = self._sharers.attendance
         atexit.register(self._at_exit)
 
     @property
@@ -143,7 +141,7 @@ class TaggedCheckpoints:
 
     def progress(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Tells that a step is done: the heartbeat. `metrics`: numbers to show beside it."""
-        self._has_progressed = True
+        self._history.has_progressed = True  # what is read from then on is not what training goes on from
         if self._link is not None:
             self._link.progress(step, metrics or {})
 
@@ -169,7 +167,7 @@ class TaggedCheckpoints:
     @property
     def has_saved(self) -> bool:
         """Whether this rank has opened a tag in this run."""
-        return bool(self._opened)
+        return bool(self._history.opened)
 
     @property
     def begins_after(self) -> int | None:
@@ -207,7 +205,7 @@ class TaggedCheckpoints:
         if not is_tag(tag):
             raise ValueError(f"{tag!r} cannot be a tag: give printable text of at most 256 bytes, as global_step500")
         self._reports.publish()
-        occurrence, rank = self._opened[tag] + 1, self._environment.rank
+        occurrence, rank = self._history.opened[tag] + 1, self._environment.rank
         branch_step = begins_after
         if branch_step is None:  # asked of the gang once: a save is one round trip
             branch_step = self._branch.step if self._branch.step is not None else self._resumption.read_step
@@ -220,7 +218,7 @@ class TaggedCheckpoints:
                 return text
             opening = Opening(
                 tag=tag, occurrence=occurrence, rank=rank, now=time.time(), wanted=step,
-                begins_after=branch_step, last_number=self._last_number,
+                begins_after=max(branch_step, self._history.last_step), last_number=self._history.last_number,
                 opens_every_tag=self._sharing is Sharing.EVERY_RANK, drops=not self._sharers.are_found_out,
             )  # fmt: skip
             return open_tag(
@@ -230,11 +228,12 @@ class TaggedCheckpoints:
             ).to_json()  # fmt: skip
 
         agreed = TagBook.from_json(self._gang.update(Topic.BOOK, change)).find(tag, occurrence)
-        self._opened[tag] = occurrence  # an opening that failed is none
+        self._history.opened[tag] = occurrence  # an opening that failed is none
         if agreed is None:
             raise AssertionError(f"tag {tag!r} is not in the book that rank {rank} put it into")
         self._sharers.opened(agreed)
-        self._last_number = agreed.number
+        self._history.last_number = agreed.number
+        self._history.last_step = max(agreed.step, self._history.last_step)
         return OpenTag(self, agreed)
 
     def note_put(self, agreed: TaggedStep) -> None:
@@ -280,7 +279,7 @@ class TaggedCheckpoints:
         (dropped, or, of a rank that is alone, never saved).
         """
         if tag is not None and tag not in self._saves:
-            if self._environment.world_size > 1 or tag in self._opened:
+            if self._environment.world_size > 1 or tag in self._history.opened:
                 return
             raise CheckpointNotFound(f"rank {self._environment.rank} has saved no {tag!r}")
         saved = self._newest if tag is None else self._saves[tag]
@@ -352,8 +351,7 @@ class TaggedCheckpoints:
 
     def exchange(self, topic: str, text: str) -> list[str]:
         """Every rank's text, in the order of ranks. Every rank calls it. Raises GangError."""
-        self._asked += 1
-        return self._gang.exchange(Topic.EXCHANGE.of(topic, self._asked), text)
+        return self._gang.exchange(Topic.EXCHANGE.of(topic), text)
 
     def load(self, step: int, name: str, map_location: MapLocation = None, *, weights_only: bool | None = None) -> Any:
         """The object of that name as this rank saved it, or, when it did not, the first rank that has.
@@ -376,7 +374,7 @@ class TaggedCheckpoints:
         if self._has_opened():
             return  # what training has gone on from stays as it is
         self._resumption.note_read(step)
-        if self._link is not None and not self._has_progressed:
+        if self._link is not None and not self._history.has_progressed:
             seconds = time.perf_counter() - began
             self._link.tell(Restored(step=step, tier=str(self._steps.tier), time=time.time(), seconds=seconds))
 
@@ -410,7 +408,7 @@ class TaggedCheckpoints:
         """Waits until it is known; False for what is not saved yet."""
         if self._settlement.is_removed(agreed.step):
             return False
-        if self._opened[agreed.tag] >= agreed.occurrence:
+        if self._history.opened[agreed.tag] >= agreed.occurrence:
             own = self._saves.get(agreed.tag)
             if own is None or own.step != agreed.step or self._writer.has_failed(own.step):
                 return False

@@ -29,6 +29,7 @@ class Topic(StrEnum):
     BRANCHED = "tags/branched"  # that is done
     REMOVED = "tags/removed"  # that step
     EXCHANGE = "tags/exchange"
+    PROCESS = "tags/process"  # the mark of the process that is that rank
 
     def of(self, *which: int | str) -> str:
         """That one of them."""

@@ -10,15 +10,17 @@ import ctypes
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from operator import itemgetter
 from typing import NamedTuple
 
 from stepfast.checksum import Checksum, new_checksum
-from stepfast.errors import CheckpointError
+from stepfast.errors import CheckpointError, StorageError
 from stepfast.layout import FileEntry
+from stepfast.step import Tier
 from stepfast.storage.localfile import read_at
 from stepfast.tensorfile import Header, HeaderInvalid, header_bytes, parse_header
+from stepfast.torch.rereading import unreadable
 from stepfast.torch.sources import Found
 
 _BLOCK_BYTES = 1 << 20  # read, then checked: small enough to stay in the cache, large enough for two calls not to count
@@ -42,7 +44,11 @@ class Extent(NamedTuple):  # one a tensor: a dataclass is made ten times as slow
 
 
 class VerifiedFile:
-    """The file of one rank. Its header is read and checked when it is opened; raises FileMismatch."""
+    """The file of one rank. Its header is read and checked when it is opened.
+
+    Whatever reads raises FileMismatch, and StorageError (Unreadable where another try may work) when the system cannot
+    read it; what the memory tier cannot read is a mismatch.
+    """
 
     def __init__(self, found: Found, entry: FileEntry) -> None:
         self.tier = found.tier
@@ -58,18 +64,18 @@ class VerifiedFile:
         except HeaderInvalid as error:
             self._file.close()
             raise FileMismatch(str(error)) from error
-        except FileMismatch:
+        except (FileMismatch, StorageError):
             self._file.close()
             raise
 
     def check(self, ranges: Iterable[tuple[int, int]], threads: Executor | None = None) -> None:
-        """Reads every chunk that one of the ranges `[begin, end)` touches. Raises FileMismatch."""
+        """Reads every chunk that one of the ranges `[begin, end)` touches. Raises FileMismatch, StorageError."""
         size = self._entry.chunk_bytes
         chunks = {index for begin, end in ranges if begin < end for index in range(begin // size, -(-end // size))}
         _for_each(lambda index: self._pass_chunk(index, ()), sorted(chunks), threads)
 
     def read(self, extents: Sequence[Extent], threads: Executor | None = None) -> None:
-        """Fills every extent's target. Raises FileMismatch; targets may hold anything then."""
+        """Fills every extent's target. Raises FileMismatch, StorageError; targets may hold anything then."""
         by_chunk: dict[int, list[Extent]] = {}
         size = self._entry.chunk_bytes
         for extent in sorted(extents, key=_begin_of):
@@ -131,7 +137,10 @@ class VerifiedFile:
         try:
             got = read_at(self._file.fileno(), self._offset + begin, block)
         except OSError as error:
-            raise FileMismatch(f"bytes {begin} to {begin + len(block)} cannot be read: {error.strerror}") from error
+            doing = f"read bytes {begin} to {begin + len(block)} of {self._entry.path}"
+            if self.tier is Tier.MEMORY:
+                raise FileMismatch(f"{doing}: {error.strerror}") from error
+            raise unreadable(error, doing) from error
         if got < len(block):
             raise FileMismatch("cut short")
 
@@ -159,5 +168,11 @@ def _for_each(work: Callable[[int], None], items: Sequence[int], threads: Execut
         for item in items:
             work(item)
         return
-    for _ in threads.map(work, items):
-        pass
+    jobs = [threads.submit(work, item) for item in items]
+    try:
+        for job in jobs:
+            job.result()
+    finally:
+        for job in jobs:
+            job.cancel()
+        wait(jobs)  # after a failure the same targets are filled from elsewhere: nobody else may write to them then

@@ -173,6 +173,8 @@ class Writer:
             self._direct_saver().wait_committed(step, timeout_seconds)
         elif self._link is not None:
             self._link.wait_committed(step, timeout_seconds)
+        else:  # so long ago that only the storage knows what became of it
+            self._direct_saver().check_committed(step)
 
     def close(self) -> None:
         """Sees through what is copied still, says goodbye to the agent, and lets go of the storage."""
