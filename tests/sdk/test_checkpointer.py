@@ -254,6 +254,20 @@ def test_second_checkpointer_of_one_run_is_refused_until_the_first_is_closed(any
     assert numbers(any_bench) == [1, 2]
 
 
+def test_next_checkpointer_of_a_run_goes_on_from_what_the_first_has_saved(any_bench: Any) -> None:
+    any_bench.make(state={}).save(2).wait(timeout_seconds=30.0)
+    environment = any_bench.environment(resume_step=2)
+    first = any_bench.make(environment, state={})
+    assert first.restore() == 2
+    first.save(3).wait(timeout_seconds=30.0)
+    first.close()
+
+    second = any_bench.make(environment, state={})
+    assert second.restore() == 3
+    second.save(4).wait(timeout_seconds=30.0)
+    assert numbers(any_bench) == [2, 3, 4]
+
+
 def test_relative_storage_is_a_folder_from_here_with_an_agent_too(
     any_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,8 +110,10 @@ class Checkpointer:
         self._newest: int | None = None  # newest step staged, on its way or saved
         self._refused: int | None = None  # newest step that was to be saved, whatever the interval says, and was not
         self._resumer = Resumer(
-            self._source, self._gang, self._environment, self._objects, name=name, weights_only=weights_only
-        )
+            self._source, self._gang, self._environment, self._objects, name=name, weights_only=weights_only,
+            # Fixed for what the run began with: who comes after it goes on from what it saved.
+            resume_step=self._environment.resume_step if self._run_key not in _SAVED_THROUGH else None,
+        )  # fmt: skip
         self._next_step = 0
         # What training goes on from: before its first save, committed steps above it are superseded. None: nothing
         # newer can be there. A training that never restores begins a history of its own.

@@ -48,9 +48,11 @@ class Resumer:
         *,
         name: str,
         weights_only: bool,
+        resume_step: int | None,
     ) -> None:
+        """`resume_step`: what the first restore goes on from, as the launcher has fixed it; None: the latest."""
         self._source, self._gang, self._environment, self._objects = source, gang, environment, objects
-        self._name, self._weights_only = name, weights_only
+        self._name, self._weights_only, self._resume_step = name, weights_only, resume_step
         self._calls = 0
         self.is_half_restored = False
         """Whether the objects, on any rank, hold parts of a step that could not be restored as a whole."""
@@ -85,7 +87,7 @@ class Resumer:
         """One number for the whole gang, rank 0's; None when there is nothing to restore."""
         mine = step
         if step is None and self._gang.rank == 0:
-            mine = self._environment.resume_step if self._calls == 1 else None
+            mine = self._resume_step if self._calls == 1 else None
             # Whoever launched us says 0 for "from scratch"; a step 0 may have been saved nevertheless.
             if not mine:
                 steps = self._source.steps()
