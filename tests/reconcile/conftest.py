@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -45,6 +46,19 @@ class World(FakeBackend):
     def turn(self) -> None:
         """One pass, and the wait that it asks for."""
         self.advance(self.look().decision.requeue_seconds or 0.0)
+
+    @contextmanager
+    def pods_that_stay(self) -> Iterator[None]:
+        """While the pods of the first gang are told to end and do not go."""
+        stop = self.stop
+
+        async def stop_later(runs: Any, mode: Any) -> None:
+            await stop(runs, mode)
+            self.gangs["uid-1"].lives = True
+
+        self.stop = stop_later  # type: ignore[method-assign]
+        yield
+        self.stop = stop  # type: ignore[method-assign]
 
     def launched(self) -> None:
         """Until the first gang is launched; its ranks are yet to join."""

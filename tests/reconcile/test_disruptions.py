@@ -158,21 +158,14 @@ def fail_by_a_lost_node(world: Any) -> None:
     """A node is lost; at first all that shows is that a rank elsewhere lost its peer, and a pod that does not end."""
     world.start(staged=10)
     world.fail(rank=0)
-    stop = world.stop
-
-    async def stop_but_for_the_lost(runs: Any, mode: Any) -> None:
-        await stop(runs, mode)
-        world.gangs["uid-1"].lives = True
-
-    world.stop = stop_but_for_the_lost
-    for _ in range(20):
+    with world.pods_that_stay():
+        for _ in range(20):
+            world.turn()
+        assert world.status.last_failure.reason is Cause.RANK_FAILED
+        assert len(world.launches) == 1
+        world.take_away(Cause.NODE_LOST, node=1)
+        world.gang.phases[1] = WorkerPhase.RUNNING
         world.turn()
-    assert world.status.last_failure.reason is Cause.RANK_FAILED
-    assert len(world.launches) == 1
-    world.take_away(Cause.NODE_LOST, node=1)
-    world.gang.phases[1] = WorkerPhase.RUNNING
-    world.turn()
-    world.stop = stop
 
 
 def test_failure_of_a_rank_that_a_lost_node_turns_out_to_have_caused_is_not_counted(make_world: MakeWorld) -> None:

@@ -109,18 +109,24 @@ def test_gang_goes_on_smaller_when_a_lost_node_does_not_come_back_in_time(world:
     ]
 
 
-def test_places_are_waited_for_from_when_the_pods_were_made(make_world: MakeWorld) -> None:
-    """A quota or a webhook may hold up the launch for longer than that; an autoscaler is to have its chance."""
-    world = make_world(trainer=trainer(2), elasticPolicy={"scaleDownTimeoutSeconds": 300})
+def launched_late(world: Any, seconds: int) -> float:
+    """The gang is refused for so long, and then one of its pods finds no place; when they were made."""
     world.refusal = "exceeded quota"
-    for _ in range(40):
+    for _ in range(seconds // 10):
         world.look()
         world.advance(10)
     world.refusal = ""
     world.launched()
-    launched = world.gang.launched_time
+    launched: float = world.gang.launched_time
     without_place(world, 1)
     world.look()
+    return launched
+
+
+def test_places_are_waited_for_from_when_the_pods_were_made(make_world: MakeWorld) -> None:
+    """A quota or a webhook may hold up the launch for longer than that; an autoscaler is to have its chance."""
+    world = make_world(trainer=trainer(2), elasticPolicy={"scaleDownTimeoutSeconds": 300})
+    launched = launched_late(world, 400)
     assert world.status.current.leaving is None
     explained = text_of(explain(world.status, limits_of(world.spec), Surroundings(), world.now))
     assert "unless there is place for all its pods within 5.0 min" in explained
@@ -133,15 +139,7 @@ def test_gang_whose_launch_was_held_up_is_not_late_before_it_could_go_on_smaller
     world = make_world(
         trainer=trainer(2), elasticPolicy={"scaleDownTimeoutSeconds": 300}, startupDeadlineSeconds=400
     )  # fmt: skip
-    world.refusal = "exceeded quota"
-    for _ in range(35):
-        world.look()
-        world.advance(10)
-    world.refusal = ""
-    world.launched()
-    launched = world.gang.launched_time
-    without_place(world, 1)
-    world.look()
+    launched = launched_late(world, 350)
     explained = text_of(explain(world.status, limits_of(world.spec), Surroundings(), world.now))
     assert "unless all ranks are here within 5.0 min" in explained
     world.relaunched()

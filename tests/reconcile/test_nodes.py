@@ -216,20 +216,13 @@ def test_illness_that_its_monitor_tells_of_late_still_explains_the_end(make_clus
     rule = {**ON_XID, "excludeNode": True}
     world = make_cluster(failurePolicy={"maxRestarts": 0, "rules": [rule]})
     world.fail(rank=0)
-    stop = world.stop
-
-    async def stop_later(runs: Any, mode: Any) -> None:
-        await stop(runs, mode)
-        world.gangs["uid-1"].lives = True
-
-    world.stop = stop_later
-    world.turn()
-    world.turn()
-    assert world.status.last_failure.reason is Cause.RANK_FAILED
-    assert world.status.node_faults[-1].node == "node-0"
-    world.node_conditions["node-1"] = (XID,)
-    world.turn()
-    world.stop = stop
+    with world.pods_that_stay():
+        world.turn()
+        world.turn()
+        assert world.status.last_failure.reason is Cause.RANK_FAILED
+        assert world.status.node_faults[-1].node == "node-0"
+        world.node_conditions["node-1"] = (XID,)
+        world.turn()
     world.relaunched()
     assert (world.status.last_failure.reason, world.status.last_failure.rule) == (Cause.NODE_UNHEALTHY, "gpu")
     assert [fault.node for fault in world.status.node_faults] == ["node-1"]

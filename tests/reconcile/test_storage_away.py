@@ -66,19 +66,12 @@ def test_storage_that_refuses_between_attempts_is_waited_for_until_the_start_dea
 
 def fail_and_keep_alive(world: Any, seconds: float) -> None:
     """A rank fails, and for so long the gang's pods do not go."""
-    stop = world.stop
-
-    async def stop_later(runs: Any, mode: Any) -> None:
-        await stop(runs, mode)
-        world.gangs["uid-1"].lives = True
-
-    world.stop = stop_later
-    world.fail()
-    passes(world, 5)
-    world.advance(seconds)
-    passes(world, 5)
-    assert world.status.checkpoint.storage_error is None, "nobody has read yet"
-    world.stop = stop
+    with world.pods_that_stay():
+        world.fail()
+        passes(world, 5)
+        world.advance(seconds)
+        passes(world, 5)
+        assert world.status.checkpoint.storage_error is None, "nobody has read yet"
 
 
 @pytest.mark.parametrize("mended", [True, False])

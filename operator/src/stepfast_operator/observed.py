@@ -134,6 +134,12 @@ class Spare:
     placed_time: float | None = None
     avoided_nodes: tuple[str, ...] = ()
 
+    def may_stay(self, avoided_nodes: Sequence[str]) -> bool:
+        """Whether it serves where these nodes are kept off: it is on none of them, or waits and keeps off no others."""
+        if self.node is not None:
+            return self.node not in avoided_nodes
+        return set(self.avoided_nodes) <= set(avoided_nodes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gang:

@@ -287,12 +287,7 @@ class FakeBackend:
                     gang.ranks[rank] = replace(status, alive=False, ended_time=self.now)
 
     async def set_spares(self, count: int, avoided_nodes: Sequence[str]) -> None:
-        kept = [
-            spare
-            for spare in self.spares
-            if spare.node not in avoided_nodes
-            and (spare.node is not None or set(spare.avoided_nodes) <= set(avoided_nodes))
-        ][:count]
+        kept = [spare for spare in self.spares if spare.may_stay(avoided_nodes)][:count]
         self.spares = [*kept, *(Spare(avoided_nodes=tuple(avoided_nodes)) for _ in range(count - len(kept)))]
 
     async def start_agent(self) -> None:

@@ -30,10 +30,7 @@ class Spares:
         self._refused_until = 0.0
 
     def view(self, owner: Owner) -> tuple[Spare, ...]:
-        return tuple(
-            Spare(node=pod.node, placed_time=pod.placed_time, avoided_nodes=pod.avoided_nodes)
-            for pod in self._pods(owner)
-        )
+        return tuple(map(_spare_of, self._pods(owner)))
 
     async def set(self, owner: Owner, spec: TrainingSpec, count: int, avoided_nodes: Sequence[str]) -> None:
         """So many of them, none on these nodes. Who has a place keeps it; who has none, and keeps off others, too, is
@@ -41,11 +38,7 @@ class Spares:
         is to be looked after meanwhile.
         """
         pods = sorted(self._pods(owner), key=lambda pod: pod.node is None)
-        kept = [
-            pod
-            for pod in pods
-            if pod.node not in avoided_nodes and (pod.node is not None or set(pod.avoided_nodes) <= set(avoided_nodes))
-        ][:count]
+        kept = [pod for pod in pods if _spare_of(pod).may_stay(avoided_nodes)][:count]
         for pod in pods:
             if pod not in kept:
                 await self._end(pod)
@@ -74,3 +67,7 @@ class Spares:
         self._lease.check()
         await self._kube.delete(f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}", grace_seconds=0, uid=pod.uid)
         self._view.drop_pod(pod)
+
+
+def _spare_of(pod: PodView) -> Spare:
+    return Spare(node=pod.node, placed_time=pod.placed_time, avoided_nodes=pod.avoided_nodes)
