@@ -237,6 +237,16 @@ def test_processes_that_are_started_at_once_are_all_remembered() -> None:
     assert claim.remaining() == []
 
 
+def test_folder_in_memory_goes_with_its_claim() -> None:
+    claim = Claim.take()
+    try:
+        (claim.make_memory_folder() / "data").write_text("of etcd")
+        assert f"folder {claim.memory_folder}" in claim.remaining()
+    finally:
+        claim.release()
+    assert claim.remaining() == []
+
+
 def test_down_leaves_nothing_behind() -> None:
     cluster = Cluster(Claim.take(), Binaries.find())
     before = machine_settings()

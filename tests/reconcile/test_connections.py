@@ -1,11 +1,13 @@
-"""How many connections to the API server are kept, seen from the server."""
+"""How many connections to the API server are kept, and by which way they go, seen from the server."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import pytest
 from aiohttp import web
 from kubernetes.aio import client
 
@@ -22,6 +24,7 @@ class Server:
     def __init__(self) -> None:
         self._crowd = asyncio.Condition()
         self._here = 0
+        self.asked: list[tuple[str, str | None]] = []  # hosts of requests that were answered at once, and who asked
 
     async def answer_together(self, request: web.Request) -> web.Response:
         async with self._crowd:
@@ -31,6 +34,7 @@ class Server:
         return web.json_response({})
 
     async def answer_at_once(self, request: web.Request) -> web.Response:
+        self.asked.append((request.host, request.headers.get("Authorization")))
         return web.json_response({})
 
 
@@ -51,14 +55,17 @@ async def served(server: Server) -> AsyncIterator[tuple[str, web.Server]]:
         await runner.cleanup()
 
 
+def connected(address: str) -> Kube:
+    patience = Patience(
+        connect_seconds=SECONDS, read_seconds=SECONDS, change_seconds=SECONDS, idle_seconds=IDLE_SECONDS
+    )
+    return Kube(client.Configuration(host=address), patience)
+
+
 def test_connections_of_a_busy_spell_go_while_requests_come_now_and_then() -> None:
     async def scenario() -> None:
         async with served(Server()) as (address, server):
-            configuration = client.Configuration(host=address)
-            patience = Patience(
-                connect_seconds=SECONDS, read_seconds=SECONDS, change_seconds=SECONDS, idle_seconds=IDLE_SECONDS
-            )
-            kube = Kube(configuration, patience)
+            kube = connected(address)
             try:
                 await asyncio.gather(*(kube.get("/together") for _ in range(BUSY)))
                 assert len(server.connections) == BUSY
@@ -70,3 +77,40 @@ def test_connections_of_a_busy_spell_go_while_requests_come_now_and_then() -> No
                 await kube.close()
 
     asyncio.run(scenario())
+
+
+def test_api_server_is_reached_by_the_proxy_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> list[tuple[str, str | None]]:
+        server = Server()
+        async with served(server) as (address, _):
+            monkeypatch.setenv("http_proxy", address)
+            kube = connected("http://api.invalid")
+            try:
+                await kube.get("/lease")
+            finally:
+                await kube.close()
+        return server.asked
+
+    assert asyncio.run(scenario()) == [("api.invalid", None)]
+
+
+def test_api_server_that_needs_no_proxy_is_told_no_password_of_a_netrc(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def scenario() -> list[str | None]:
+        server = Server()
+        async with served(server) as (address, _):
+            kube = connected(address)
+            try:
+                await kube.get("/lease")
+            finally:
+                await kube.close()
+        return [authorization for _, authorization in server.asked]
+
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login somebody password secret\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    assert asyncio.run(scenario()) == [None]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import TracebackType
@@ -159,20 +159,21 @@ class Turns:
                 self._had[lane] += 1
                 self._waiting[lane].popleft().begin()
 
-    async def each(self, request: Callable[[T], Awaitable[None]], pods: Iterable[T]) -> None:
+    async def each(self, request: Callable[[T], Awaitable[None]], pods: Sequence[T]) -> None:
         """A request for each of a gang's pods, so many at a time. Raises one of their errors, for pods that are alike
         are refused for the same reason; what was not begun by then is not begun any more.
         """
-        own = asyncio.Semaphore(PODS_OF_ONE_GANG)
+        left = iter(pods)
 
-        async def ask(pod: T) -> None:
-            async with own, self._pods:
-                await request(pod)
+        async def ask() -> None:
+            for pod in left:
+                async with self._pods:
+                    await request(pod)
 
         try:
             async with asyncio.TaskGroup() as group:
-                for pod in pods:
-                    group.create_task(ask(pod))
+                for _ in range(min(PODS_OF_ONE_GANG, len(pods))):
+                    group.create_task(ask())
         except* StepfastError as several:
             raise first_of(several) from None
 

@@ -27,6 +27,7 @@ from testcluster.unavailable import Unavailable
 # One folder for all sessions of a user, wherever TMPDIR points: numbers are given out per machine.
 ROOT = Path(f"/var/tmp/stepfast-clusters-{os.getuid()}")
 NUMBERS = range(1, 16)
+MEMORY = Path("/dev/shm")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 END_SECONDS = 20.0
 
@@ -76,6 +77,7 @@ class Claim:
         self.number = number
         self.addresses = Addresses(number=number)
         self.folder = ROOT / str(number)
+        self.memory_folder = MEMORY / f"test-cluster-{os.getuid()}-{number}"  # once `make_memory_folder` made it
         self.bridge_name = f"sfbr{number}"
         self._state = self.folder / "state.json"
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -123,6 +125,11 @@ class Claim:
             state = self._read()
             state["processes"][name] = _identity(process.pid)
             self._write(state)
+
+    def make_memory_folder(self) -> Path:
+        """For what is to wait for no disk."""
+        self.memory_folder.mkdir(exist_ok=True)
+        return self.memory_folder
 
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
@@ -172,6 +179,8 @@ class Claim:
             self.kill(name)
         if os.getuid() == 0:
             self._remove_from_kernel()
+        if self.memory_folder.exists():
+            shutil.rmtree(self.memory_folder)
         shutil.rmtree(self.folder)
 
     def remaining(self) -> list[str]:
@@ -181,7 +190,7 @@ class Claim:
         found += [f"link {name}" for name in self._links()]
         found += [f"control group {path}" for path in self._control_groups()]
         found += [f"mount {path}" for path in self._mounts()]
-        return [*found, f"folder {self.folder}"] if self.folder.exists() else found
+        return [*found, *(f"folder {path}" for path in (self.memory_folder, self.folder) if path.exists())]
 
     def node_prefix(self) -> str:
         """What the names of namespaces and links of this cluster begin with."""

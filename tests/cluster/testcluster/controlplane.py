@@ -106,11 +106,14 @@ class ApiServer(KubernetesClient):
         address: str | None = None,
         audit_policy: str = AUDIT_POLICY,
         environment: Mapping[str, str] | None = None,
+        is_in_memory: bool = False,
     ) -> None:
         """`address`: where the API server listens; the claim's loopback address unless pods are to reach it.
-        `environment`: what the API server has in its, beside ours.
+        `environment`: what the API server has in its, beside ours. `is_in_memory`: etcd's data and the audit log are on
+        no disk.
         """
         self.claim = claim
+        self._data = claim.make_memory_folder() if is_in_memory else claim.folder
         self._audit_policy, self._environment = audit_policy, environment
         self.address = address or claim.addresses.loopback
         self.credentials = Credentials(claim.folder / "credentials", address=self.address)
@@ -118,7 +121,7 @@ class ApiServer(KubernetesClient):
 
     @property
     def audit_log(self) -> Path:
-        return self.claim.folder / "logs" / "audit.jsonl"
+        return self._data / "logs" / "audit.jsonl"
 
     def audit(self) -> Iterator[dict[str, Any]]:
         """Every request that the API server has answered, as audit.k8s.io/v1 Events, in the order of their answers."""
@@ -129,6 +132,7 @@ class ApiServer(KubernetesClient):
     def start(self, identities: Sequence[Identity] = ()) -> None:
         """Returns when requests are answered."""
         self.credentials.make([ADMIN, *identities])
+        self.audit_log.parent.mkdir(exist_ok=True)
         self._start_etcd()
         self._start_api_server()
         wait_until("the API server is ready", self._is_ready, seconds=READY_SECONDS)
@@ -171,7 +175,7 @@ class ApiServer(KubernetesClient):
     def _start_etcd(self) -> None:
         client, peer = (f"http://{self.claim.addresses.loopback}:{port}" for port in (2379, 2380))
         self.claim.spawn("etcd", [
-            self.binaries.path("etcd"), "--data-dir", self.claim.folder / "etcd", "--log-level", "warn",
+            self.binaries.path("etcd"), "--data-dir", self._data / "etcd", "--log-level", "warn",
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}",
             "--unsafe-no-fsync",  # nothing here is kept

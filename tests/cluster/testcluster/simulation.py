@@ -39,7 +39,8 @@ class SimulatedCluster(ApiServer):
     """Its nodes are whatever Nodes somebody makes (`node_document`)."""
 
     def __init__(self, claim: Claim, binaries: Binaries) -> None:
-        super().__init__(claim, binaries, audit_policy=REQUESTS_ALONE, environment=_API_SERVER)
+        # A cluster's etcd has a disk of its own.
+        super().__init__(claim, binaries, audit_policy=REQUESTS_ALONE, environment=_API_SERVER, is_in_memory=True)
 
     def up(self) -> None:
         """Returns when requests are answered."""

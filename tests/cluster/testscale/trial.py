@@ -42,6 +42,7 @@ from testscale.measures import (
 _NAMESPACES = 10
 _PARALLEL = 32
 _LONGEST_SECONDS = 900.0
+_NODE_CONTROLLER = "system:serviceaccount:kube-system:node-controller"
 _IDENTITY = "stepfast-operator-0"  # the pod's name: a container that is started anew keeps it
 
 
@@ -108,6 +109,7 @@ class Trial:
             await self._make_nodes(kube, nodes)
             self._fleet = Fleet(kube, nodes, chart.NAMESPACE, gang_size=self._gang_size)
             await self._fleet.make()
+            await self._until_ready(kube)
             self._say(f"{len(nodes)} nodes")
             async with self._fleet.running(), Jobs(kube, self._storage_uri).watched() as self._jobs:
                 with self._operators:
@@ -146,7 +148,7 @@ class Trial:
             self.findings.seconds["large runs again"] = time.time() - begin
         self.findings.seconds["large made again"] = self._last_pod_made("large restart") - begin
         await self._jobs.remove(key)
-        await self._settle()
+        await _settle(self._requests)
 
     async def _create(self, keys: Sequence[JobKey]) -> None:
         """All jobs at once, until each says of itself that it runs."""
@@ -160,7 +162,7 @@ class Trial:
 
     async def _be_quiet(self) -> None:
         """Nothing changes: agents have nothing to tell, pods run."""
-        await self._settle()
+        await _settle(self._requests)
         async with self._stretch("quiet"):
             await asyncio.sleep(self._size.seconds)
 
@@ -229,6 +231,21 @@ class Trial:
 
         await asyncio.gather(*map(make, names))
 
+    async def _until_ready(self, kube: Kube) -> None:
+        """Else nodes that join would be most of the API server's work while the first job is made, and its pods would
+        wait for them.
+        """
+        agents = f"/api/v1/namespaces/{chart.NAMESPACE}/pods"
+
+        async def are_ready() -> bool:
+            await asyncio.sleep(1.0)
+            if (await kube.get(agents, None, fieldSelector="status.phase!=Running"))["items"]:
+                return False
+            return not any(node["spec"].get("taints") for node in (await kube.get("/api/v1/nodes"))["items"])
+
+        await until("nodes take pods, and their agents run", are_ready, seconds=_LONGEST_SECONDS)
+        await _settle(Requests(self._cluster.audit_log, _NODE_CONTROLLER))  # it tells of each node in an Event
+
     async def _start_operator(self) -> None:
         """Returns when it looks after jobs."""
         starting = operator_process(
@@ -247,15 +264,6 @@ class Trial:
     def _has_begun(self) -> bool:
         self._check()
         return "TrainingJobs are looked after" in self._operator.log.read_text()
-
-    async def _settle(self) -> None:
-        """Until the operator has written nothing for a while."""
-
-        async def is_settled() -> bool:
-            await asyncio.sleep(3.0)
-            return not changes(self._requests.take())
-
-        await until("nothing is written any more", is_settled, seconds=_LONGEST_SECONDS)
 
     @asynccontextmanager
     async def _stretch(self, name: str, *, starts: bool = False) -> AsyncIterator[None]:
@@ -293,6 +301,16 @@ class Trial:
             changes=changes(requests),
         )
         self._say(describe_stretch(self.findings.stretches[name]))
+
+
+async def _settle(requests: Requests) -> None:
+    """Until whoever's requests these are has written nothing for a while."""
+
+    async def is_settled() -> bool:
+        await asyncio.sleep(3.0)
+        return not changes(requests.take())
+
+    await until("nothing is written any more", is_settled, seconds=_LONGEST_SECONDS)
 
 
 def describe_stretch(stretch: Stretch) -> str:

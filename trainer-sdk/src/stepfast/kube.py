@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias, TypedDict, TypeVar
+from urllib.request import getproxies_environment
 
 import aiohttp
 import msgspec
@@ -322,6 +323,8 @@ class _Pool(rest.RESTClientObject):
     """The client library's connections, kept for as long as we say."""
 
     def __init__(self, configuration: client.Configuration, idle_seconds: float) -> None:
+        # For a proxy, a session that trusts the environment reads it and ~/.netrc before each request.
+        configuration.client_session_kwargs = {"trust_env": bool(getproxies_environment().keys() - {"no"})}
         super().__init__(configuration)
         self._idle_seconds = idle_seconds
 
