@@ -47,6 +47,12 @@ class Release:
     def operator_node(self) -> str:
         return str(self.operator_pod()["spec"]["nodeName"])
 
+    def was_moved(self, pod: dict[str, Any]) -> bool:
+        """Whether Kubernetes had that pod end because its node had not answered for longer than the pod tolerates."""
+        chosen = f"involvedObject.name={pod['metadata']['name']},reason=TaintManagerEviction"
+        events = self.cluster.get("events", "-n", NAMESPACE, "--field-selector", chosen)["items"]
+        return any(event["message"].startswith("Marking for deletion") for event in events)
+
     def agent_pod(self, node: str) -> dict[str, Any]:
         return next(pod for pod in self.pods("sidecar") if pod["spec"].get("nodeName") == node)
 
