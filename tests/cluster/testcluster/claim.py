@@ -59,6 +59,12 @@ class Addresses:
     def node(self, index: int) -> str:
         return f"10.200.{self.number}.{10 + index}"
 
+    def card(self, index: int) -> str:
+        """Of a node's network card, or (0) of the bridge: others who know it need not find out that it has changed, as
+        a bridge's otherwise does with what is plugged in.
+        """
+        return f"02:00:00:00:{self.number:02x}:{index:02x}"
+
     def pods_of(self, index: int) -> str:
         return f"10.201.{16 * self.number + index}.0/24"
 

@@ -52,7 +52,7 @@ class Cluster(KubernetesClient):
         """Returns when every node is Ready and holds the images of these archives."""
         check_machine()
         bridge = self.claim.bridge_name
-        run_or_raise("ip", "link", "add", bridge, "type", "bridge")
+        run_or_raise("ip", "link", "add", bridge, "address", self.claim.addresses.card(0), "type", "bridge")
         run_or_raise("ip", "address", "add", f"{self.address}/24", "dev", bridge)
         run_or_raise("ip", "link", "set", bridge, "up")
         # Every node that there may ever be has its token: the API server reads the file once.

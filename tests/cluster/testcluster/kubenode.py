@@ -215,7 +215,8 @@ class Node:
             _ip("link", "delete", self._namespace)
         addresses = self._claim.addresses
         _ip("netns", "add", self._namespace)
-        _ip("link", "add", self._namespace, "type", "veth", "peer", "name", "eth0", "netns", self._namespace)
+        inner = ("name", "eth0", "address", addresses.card(self.index), "netns", self._namespace)
+        _ip("link", "add", self._namespace, "type", "veth", "peer", *inner)
         _ip("link", "set", self._namespace, "master", self._claim.bridge_name, "up")
         inside = ("-n", self._namespace)
         _ip(*inside, "address", "add", f"{self.address}/24", "dev", "eth0")
