@@ -79,38 +79,42 @@ def test_connections_of_a_busy_spell_go_while_requests_come_now_and_then() -> No
     asyncio.run(scenario())
 
 
-def test_api_server_is_reached_by_the_proxy_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without proxies."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    return monkeypatch
+
+
+async def ask_once(address: str) -> None:
+    kube = connected(address)
+    try:
+        await kube.get("/lease")
+    finally:
+        await kube.close()
+
+
+def test_api_server_is_reached_by_the_proxy_that_the_environment_names(environment: pytest.MonkeyPatch) -> None:
     async def scenario() -> list[tuple[str, str | None]]:
         server = Server()
         async with served(server) as (address, _):
-            monkeypatch.setenv("http_proxy", address)
-            kube = connected("http://api.invalid")
-            try:
-                await kube.get("/lease")
-            finally:
-                await kube.close()
+            environment.setenv("http_proxy", address)
+            await ask_once("http://api.invalid")
         return server.asked
 
     assert asyncio.run(scenario()) == [("api.invalid", None)]
 
 
-def test_api_server_that_needs_no_proxy_is_told_no_password_of_a_netrc(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_api_server_is_told_no_password_of_a_netrc(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def scenario() -> list[str | None]:
         server = Server()
         async with served(server) as (address, _):
-            kube = connected(address)
-            try:
-                await kube.get("/lease")
-            finally:
-                await kube.close()
+            await ask_once(address)
         return [authorization for _, authorization in server.asked]
 
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
     netrc = tmp_path / "netrc"
     netrc.write_text("machine 127.0.0.1 login somebody password secret\n")
-    monkeypatch.setenv("NETRC", str(netrc))
+    environment.setenv("NETRC", str(netrc))
     assert asyncio.run(scenario()) == [None]
