@@ -35,6 +35,7 @@ def test_api_server_stopped(
         with lasting(seconds):
             wait_for_stored(training, committed + 30)
         stored = max(training.commits()[1])
+        assert release.is_running(operator), "it waits for the API server"
     training.wait("the status catches up", lambda status: status["checkpoint"]["latestPersistedStep"] >= stored)
     account.check_end(training, restarts=0, seconds=900)
     now = release.operator_pod()

@@ -10,6 +10,7 @@ from typing import Any
 
 from testcluster.cluster import Cluster
 from testcluster.images import ProjectImages
+from testcluster.kubenode import Node
 from testcluster.metadataservice import MetadataService
 from testcluster.waiting import CommandFailed, wait_until
 
@@ -58,9 +59,18 @@ class Release:
 
     def kill_container(self, pod: dict[str, Any]) -> None:
         """SIGKILL to its first process, from the node: the kubelet starts it again in the same pod."""
+        node, container = self._container_of(pod)
+        node.containerd("tasks", "kill", "--signal", "SIGKILL", container)
+
+    def is_running(self, pod: dict[str, Any]) -> bool:
+        """Whether its container is still the one that it was, as the node has it: asks no API server."""
+        node, container = self._container_of(pod)
+        lines = map(str.split, node.containerd("tasks", "list").splitlines())
+        return any(line[0] == container and line[-1] == "RUNNING" for line in lines if line)
+
+    def _container_of(self, pod: dict[str, Any]) -> tuple[Node, str]:
         node = self.cluster.nodes[pod["spec"]["nodeName"]]
-        identity = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
-        node.containerd("tasks", "kill", "--signal", "SIGKILL", identity)
+        return node, pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
 
     def last_words(self, lines: int = 20) -> str:
         """The ends of the logs of operator and agents, as far as they can be had, for whoever looks into a failure."""

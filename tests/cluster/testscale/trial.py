@@ -239,7 +239,7 @@ class Trial:
 
         async def are_ready() -> bool:
             await asyncio.sleep(1.0)
-            if (await kube.get(agents, None, fieldSelector="status.phase!=Running"))["items"]:
+            if (await kube.get(agents, fieldSelector="status.phase!=Running"))["items"]:
                 return False
             return not any(node["spec"].get("taints") for node in (await kube.get("/api/v1/nodes"))["items"])
 
