@@ -213,6 +213,7 @@ def runs(tmp_path: Path, load_module: Callable[[str], Any], request: pytest.Fixt
     made = load_module("runs").Runs(tmp_path, forks_of=getattr(request.module, "RUNS_ARE_FORKS_OF", None))
     yield made
     made.end()
+    print(made.log[-6000:])  # shown where the test fails
 
 
 @pytest.fixture

@@ -67,7 +67,8 @@ class Runs:
     @property
     def log(self) -> str:
         """What all of them have said so far."""
-        return (self.folder / "run.log").read_text()
+        path = self.folder / "run.log"
+        return path.read_text() if path.exists() else ""
 
     @property
     def summary(self) -> dict[str, Any]:
