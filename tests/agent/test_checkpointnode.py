@@ -309,10 +309,16 @@ def test_news_are_what_a_decision_may_wait_for(change: JobStatus, is_news: bool)
 
 def test_flush_that_is_over_is_news_also_of_a_step_that_is_never_committed() -> None:
     dead = replace(STATUS, ranks=(replace(RANK, alive=False),), pending_bytes=5)
-    assert news_of(_node(dead)) != news_of(_node(replace(dead, pending_bytes=0)))
+    missed = {"pending_bytes": 0, "incomplete_steps": (3,)}
+    assert news_of(_node(dead)) != news_of(_node(replace(dead, **missed)))
     assert news_of(_node(dead)) == news_of(_node(replace(dead, pending_bytes=3)))
     living = replace(STATUS, pending_bytes=5)
-    assert news_of(_node(living)) == news_of(_node(replace(living, pending_bytes=0))), "every save would be two writes"
+    assert news_of(_node(living)) == news_of(_node(replace(living, **missed))), "every save would be two writes"
+
+
+def test_other_parts_that_may_have_come_meanwhile_are_news_of_a_gang_that_is_over() -> None:
+    dead = replace(STATUS, ranks=(replace(RANK, alive=False),), incomplete_steps=(3,))
+    assert news_of(_node(dead)) != news_of(_node(replace(dead, incomplete_steps=())))
 
 
 def test_requests_that_are_not_understood_are_passed_over() -> None:

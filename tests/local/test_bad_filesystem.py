@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
-from stepfast.layout import CHUNK_BYTES
+from stepfast.layout import CHUNK_BYTES, MANIFEST
 from stepfast.step import OnBusy
 from stepfast.storage import open_store
+from stepfast_operator.policies.flush import COMMIT_SECONDS
 
 if TYPE_CHECKING:
     from faults import Mounts
@@ -80,12 +82,16 @@ def test_file_in_the_place_of_the_storage_is_named(
         training.check_history(store)
 
 
+def _with_injection() -> str:
+    """A PYTHONPATH by which the persister's storage can be held."""
+    return os.pathsep.join([str(INJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def test_storage_that_stands_still_delays_commits_and_nothing_else(
     tmp_path: Path, start_node: Callable[..., Any], train: Callable[..., Any], bench: Any
 ) -> None:
     root, gate = tmp_path / "storage", tmp_path / "gate"
-    python_path = os.pathsep.join([str(INJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"PYTHONPATH": python_path, "STEPFAST_HELD_WHILE": str(gate)}
+    environment = {"PYTHONPATH": _with_injection(), "STEPFAST_HELD_WHILE": str(gate)}
     node = start_node(root.as_uri(), environment=environment)
     training = train(node)
     training.save().wait(timeout_seconds=90)
@@ -100,6 +106,31 @@ def test_storage_that_stands_still_delays_commits_and_nothing_else(
         newest.wait(timeout_seconds=90)
         assert newest.step in bench.verify(store, at_least=[1])
         training.check_history(store)
+
+
+SAVES_AND_FAILS = """
+import torch
+from stepfast.torch import Checkpointer
+
+checkpointer = Checkpointer(state={"weights": torch.ones(4)})
+if not checkpointer.restore():
+    checkpointer.save(5)
+    raise SystemExit("once more")
+"""
+
+
+def test_step_whose_commit_stands_still_is_what_the_next_attempt_goes_on_from(runs: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAVES_AND_FAILS)
+    gate = tmp_path / "gate"
+    gate.touch()
+    held = {"STEPFAST_HELD_WHILE": str(gate), "STEPFAST_HELD_NAME": MANIFEST}
+    process = runs.start("train.py", PYTHONPATH=_with_injection(), **held)
+    runs.wait_for(lambda: "once more" in runs.log, process)
+    time.sleep(COMMIT_SECONDS + 3)  # by then all is committed that will be, were it only looked for
+    assert "attempt 2 launched" not in runs.log
+    gate.unlink()
+    assert runs.finish(process) == 0, runs.log[-6000:]
+    assert runs.summary["checkpoint"]["restoredStep"] == 5
 
 
 def test_step_that_is_on_its_way_survives_the_commit_of_a_newer_one(

@@ -431,7 +431,13 @@ def full_status() -> NodeStatus:
 
     rank = RankStatus(**{**sample(RankStatus), "restored_tier": "Memory", "metrics": {"loss": 0.5}})
     saves = SaveStatus(**sample(SaveStatus))
-    known = {"job": JobKey(namespace="a", name="b"), "ranks": [rank], "saves": saves, "pending_steps": [3]}
+    known = {
+        "job": JobKey(namespace="a", name="b"),
+        "ranks": [rank],
+        "saves": saves,
+        "pending_steps": [3],
+        "incomplete_steps": [3],
+    }
     known["mirrors"] = [MirrorStatus(**sample(MirrorStatus))]
     notice = EvictionNotice(**sample(EvictionNotice))
     status = {"jobs": [JobStatus(**{**sample(JobStatus), **known})], "notice": notice}

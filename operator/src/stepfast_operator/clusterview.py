@@ -330,7 +330,8 @@ def _news(report: NodeReport | None, job: JobKey) -> list[object]:
     return [
         (
             status.run, status.world_size, status.latest_persisted_step, status.pending_bytes, status.pending_steps,
-            status.persist_error, status.final_step, [_rank_news(rank) for rank in status.ranks],
+            status.incomplete_steps, status.persist_error, status.final_step,
+            [_rank_news(rank) for rank in status.ranks],
         )
         for status in _told(report, job)
     ]  # fmt: skip

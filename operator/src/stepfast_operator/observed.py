@@ -304,9 +304,12 @@ class Observed:
 
     def has_only_commits_left(self, run: str) -> bool:
         """Whether all that was staged is written, and nothing stands in the way of the manifests but parts that others
-        may never have written.
+        may never have written: each agent has looked for them, and is not held up by the storage.
         """
-        return not any(report.pending_bytes > 0 or report.persist_error for report in self.all_reports_of(run))
+        return all(
+            not report.pending_bytes and not report.persist_error and _are_incomplete(report.pending_steps, report)
+            for report in self.all_reports_of(run)
+        )
 
     def is_rest_overtaken(self, run: str) -> bool:
         """Whether nothing is pending of the run but parts of steps behind what it has committed."""
@@ -343,6 +346,11 @@ class Observed:
         settled = _settled_steps(reports)
         held = [report for report in reports if report.latest_memory_step is not None]
         return all((report.latest_memory_step or 0) <= settled[report.run] for report in held)
+
+
+def _are_incomplete(steps: Iterable[int], report: JobStatus) -> bool:
+    """Whether the agent, if it says so at all, has missed other parts of these steps."""
+    return report.incomplete_steps is None or set(steps) <= set(report.incomplete_steps)
 
 
 def pending_steps(reports: Iterable[JobStatus]) -> set[int]:

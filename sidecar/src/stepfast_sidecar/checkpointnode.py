@@ -127,7 +127,8 @@ def _job_news(job: JobStatus) -> tuple[object, ...]:
     ranks = tuple(_rank_news(rank) for rank in job.ranks)
     is_idle = not job.pending_steps
     # A flush is over with the last byte, also of a step that another node's lost part keeps from being committed.
-    is_written = not job.pending_bytes or any(rank.alive for rank in job.ranks)
+    is_left_to_others = not job.pending_bytes and set(job.pending_steps) <= set(job.incomplete_steps or ())
+    is_written = is_left_to_others or any(rank.alive for rank in job.ranks)
     return job.job, job.run, job.latest_persisted_step, job.persist_error, job.final_step, is_idle, is_written, ranks
 
 

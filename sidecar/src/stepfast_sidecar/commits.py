@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _POLL_SECONDS = (0.05, 2.0)  # the first and the longest pause while other nodes' parts are waited for
 _GRACE_SECONDS = 5.0  # how long agents other than rank 0's leave the manifest to it, while training goes on
 _LONGEST_TURN_SECONDS = 600.0
+_ANSWER_SECONDS = 2.0  # a storage that takes longer may have got the missing parts meanwhile
 _LASTING = "RecordInvalid"  # parts that contradict each other, a manifest that is damaged: other failures may pass
 _ASKING_NODES_A_SECOND = 1000  # how many agents of a gang may ask for one manifest in a second
 
@@ -93,14 +94,12 @@ class Commits:
             # Of a step that some ranks alone share in there is no file of every rank to wait for.
             is_eager = run.leads(step) or (is_turn and (is_late or run.flow.sharers_of(step) is not None))
             try:
-                answer = await self._persister.request(
-                    "commit", step=step, run=run.flow.run, may_write=may_write, is_eager=is_eager
-                )
+                answer = await self._ask(run, step, may_write=may_write, is_eager=is_eager)
             except (PersisterLost, RequestFailed) as error:
                 if self._persister.is_closed:
                     return
                 failures += 1
-                run.awaited.discard(step)
+                run.incomplete.discard(step)
                 self._failed(run, step, error)
                 if is_late and isinstance(error, RequestFailed) and error.kind == _LASTING:
                     log.error("%s: step %s is given up: what its records say does not change", self._job, step)
@@ -113,14 +112,14 @@ class Commits:
             if answer.get("missing"):
                 self._refused(run, step, answer)
                 return
-            run.awaited.add(step)
+            self._note_incomplete(run, step)
             # Another run's manifest may be one that rank 0, on another node, is about to mark superseded.
             if answer["committed"] and (run.leads(step) or is_late or answer["run"] == run.flow.run):
                 self._committed(run, step, answer)
                 return
             if not answer["committed"] and is_late and self._is_overtaken(run, step):
                 log.error("%s: step %s is given up: another node never wrote its part of it", self._job, step)
-                run.awaited.discard(step)
+                run.incomplete.discard(step)
                 self._give_up(run, step)
                 return
             await asyncio.sleep(pause)
@@ -155,6 +154,26 @@ class Commits:
             log.warning("%s: steps %s are superseded: training goes on from step %s", self._job, answer["steps"], step)
         return tuple(answer["steps"])
 
+    async def _ask(self, run: Run, step: int, *, may_write: bool, is_eager: bool) -> Mapping[str, Any]:
+        """Whether the step is committed by now. An answer that keeps the agent waiting may be another than the last."""
+        late = asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._forget_incomplete, run, step)
+        try:
+            return await self._persister.request(
+                "commit", step=step, run=run.flow.run, may_write=may_write, is_eager=is_eager
+            )
+        finally:
+            late.cancel()
+
+    def _note_incomplete(self, run: Run, step: int) -> None:
+        if step not in run.incomplete:
+            run.incomplete.add(step)
+            self._changed(False)
+
+    def _forget_incomplete(self, run: Run, step: int) -> None:
+        if step in run.incomplete:
+            run.incomplete.discard(step)
+            self._changed(True)
+
     def _is_overtaken(self, run: Run, step: int) -> bool:
         """Whether training stands on something newer than a step that not all nodes have persisted. What an earlier run
         committed is no such thing: this one may have gone back behind it.
@@ -166,7 +185,7 @@ class Commits:
 
     def _committed(self, run: Run, step: int, answer: Mapping[str, Any]) -> None:
         run.flow.committed(step)
-        run.awaited.discard(step)
+        run.incomplete.discard(step)
         # By this node's clock, as all that it tells: the manifest may have its time by another node's. The commit was
         # after the save, and may have been long ago: an agent that restarts hears of what it held.
         saved_time, _ = run.saved.get(step, (answer["time"], 0))
@@ -207,7 +226,7 @@ class Commits:
         Whoever removed that one did so past retention, which leaves what steps on their way refer to.
         """
         log.error("%s: step %s is given up: %s", self._job, step, answer["reason"])
-        run.awaited.discard(step)
+        run.incomplete.discard(step)
         self._metrics.failed("ReferenceMissing")
         run.push(Unreferable(steps=tuple(answer["missing"])))
         run.push(PersistFailed(step=step, reason=answer["reason"]))

@@ -169,10 +169,12 @@ class JobMirrors:
         if not origins:
             return status
         pending, size = set(status.pending_steps), status.pending_bytes
+        unknown = pending.difference(status.incomplete_steps or ())
         mirrors = []
         for origin in origins:
             flow, step = origin.run.flow, origin.run.flow.memory_step()
             pending |= set(flow.pending_steps())
+            unknown |= set(flow.pending_steps()) - origin.run.incomplete
             size += flow.pending_bytes()
             if step is None:
                 continue
@@ -180,11 +182,13 @@ class JobMirrors:
             mirrors.append(MirrorStatus(node=origin.node, step=step, size_bytes=held))
             if origin.watch.charge(self._monotonic()) is Charge.UNSURE:
                 pending.add(step)
+                unknown.add(step)
                 size += sum(holding.record.file_bytes for holding in flow.held(step) if holding.record is not None)
         errors = (origin.run.persist_error for origin in origins)
         return replace(
             status,
             pending_steps=tuple(sorted(pending)),
+            incomplete_steps=tuple(sorted(pending - unknown)),
             pending_bytes=size,
             persist_error=next(filter(None, (status.persist_error, *errors)), None),
             mirrors=tuple(sorted(mirrors, key=lambda mirror: mirror.node)),

@@ -96,8 +96,8 @@ class Run:
     persisted_bytes: int | None = None
     persist_failure: str | None = None
     commit_failures: dict[int, str] = field(default_factory=dict)  # by step
-    awaited: set[int] = field(default_factory=set)
-    """Steps whose part is written here, while the storage lacks another node's."""
+    incomplete: set[int] = field(default_factory=set)
+    """Steps whose part is written here, and of which the storage lacked another node's when it was last looked."""
     failures: int = 0
     final_step: int | None = None
     mirrored_step: int | None = None  # the newest that another node holds in memory, too
@@ -133,7 +133,7 @@ class Run:
     @property
     def waits_for_others(self) -> bool:
         """Whether all that is pending here has its part written, and lacks another node's."""
-        return all(step in self.awaited for step in self.flow.pending_steps())
+        return all(step in self.incomplete for step in self.flow.pending_steps())
 
     @property
     def is_training(self) -> bool:
@@ -186,6 +186,7 @@ class Run:
 
     def status(self, job: JobKey) -> JobStatus:
         """What the node's status says of it."""
+        pending = self.flow.pending_steps()
         return JobStatus(
             job=job,
             run=self.flow.run,
@@ -200,7 +201,8 @@ class Run:
             latest_persisted_time=self.persisted_time,
             latest_persisted_bytes=self.persisted_bytes,
             pending_bytes=self.flow.pending_bytes(),
-            pending_steps=tuple(self.flow.pending_steps()),
+            pending_steps=tuple(pending),
+            incomplete_steps=tuple(step for step in pending if step in self.incomplete),
             persist_error=self.persist_error,
             final_step=self.final_step,
             mirrored_step=self.mirrored_step,

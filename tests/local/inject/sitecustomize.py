@@ -1,6 +1,7 @@
 """Makes a persister's storage stand still while a file is there. On PYTHONPATH of the agents that want it.
 
-STEPFAST_HELD_WHILE names the file: every write waits until it is gone, as on a file server that hangs.
+STEPFAST_HELD_WHILE names the file: every write waits until it is gone, as on a file server that hangs; with
+STEPFAST_HELD_NAME only those of files that are called so.
 """
 
 import os
@@ -8,6 +9,7 @@ import sys
 import time
 
 _GATE = os.environ.get("STEPFAST_HELD_WHILE")
+_NAME = os.environ.get("STEPFAST_HELD_NAME")
 _DEADLINE_SECONDS = 120.0
 
 
@@ -18,6 +20,8 @@ def _install(gate: str) -> None:
 
     def probe(operation: str, path: str) -> None:
         end = time.monotonic() + _DEADLINE_SECONDS
+        if _NAME not in (None, os.path.basename(path)):
+            return
         while os.path.exists(gate) and time.monotonic() < end:
             time.sleep(0.01)
 

@@ -75,6 +75,7 @@ class JobStatus:
     latest_persisted_bytes: int | None = None
     pending_bytes: int = 0  # staged and due, not yet persisted
     pending_steps: Sequence[int] = ()
+    incomplete_steps: Sequence[int] | None = None  # of those, whose other parts were missed; None: it does not say
     persist_error: str | None = None  # why persisting fails at present
     final_step: int | None = None  # the step that was saved on request before stopping
     mirrored_step: int | None = None  # newest step of this node's ranks that another node holds in memory, too
@@ -234,6 +235,7 @@ def _job_document(job: JobStatus) -> dict[str, Any]:
         "name": job.job.name,
         **_pick(job, _JOB_FIELDS),
         "pendingSteps": list(job.pending_steps),
+        **({"incompleteSteps": list(job.incomplete_steps)} if job.incomplete_steps is not None else {}),
         "ranks": [_pick(rank, _RANK_FIELDS) for rank in job.ranks],
         "saves": _pick(job.saves, _SAVE_FIELDS),
         **({"mirrors": [_pick(mirror, _MIRROR_FIELDS) for mirror in job.mirrors]} if job.mirrors else {}),
@@ -244,6 +246,7 @@ def _job_from(document: Mapping[str, Any]) -> JobStatus:
     return JobStatus(
         job=JobKey(namespace=document["namespace"], name=document["name"]),
         pending_steps=tuple(document["pendingSteps"]),
+        incomplete_steps=tuple(document["incompleteSteps"]) if "incompleteSteps" in document else None,
         ranks=tuple(RankStatus(**_read(rank, _RANK_FIELDS)) for rank in document["ranks"]),
         saves=SaveStatus(**_read(document["saves"], _SAVE_FIELDS)),
         mirrors=tuple(MirrorStatus(**_read(mirror, _MIRROR_FIELDS)) for mirror in document.get("mirrors", ())),
