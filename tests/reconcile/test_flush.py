@@ -49,6 +49,24 @@ def test_step_whose_part_is_written_is_waited_for_until_it_is_committed(make_wor
     assert not world.status.recoveries[0].steps_lost
 
 
+def test_step_whose_other_parts_no_agent_has_missed_is_waited_for(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start(staged=30)
+    world.is_commit_held = True
+    world.fail()
+    held_up = {"incomplete_steps": ()}
+    _change_reports(world, lambda report: [replace(report, **held_up)])
+    began = world.now
+    while world.now - began < 2 * flush.COMMIT_SECONDS:
+        world.turn()
+    assert len(world.launches) == 1, "the storage stands still, and the step is whole"
+    held_up["incomplete_steps"] = (30,)
+    _flushed(world)
+    assert not world.status.current.flush_timed_out
+    world.relaunched()
+    assert world.launch_of(2).resume_step == 0
+
+
 def test_step_whose_other_parts_nobody_will_write_is_not_waited_for_until_the_flush_times_out(
     make_world: MakeWorld,
 ) -> None:
