@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepfast import catalog
+from stepfast.layout import MANIFEST
 
 JOB = "default/train"
 
@@ -44,6 +47,28 @@ def test_step_that_lacks_another_nodes_part_keeps_neither_the_agent_nor_memory(
     rank.save(1)
     ranks.eventually(lambda: agent.job().pending_steps, "its part is written")
     assert agent.terminate(60) == 0  # half of what a flush may take
+
+
+def test_step_is_known_as_incomplete_until_the_storage_lets_wait_for_what_it_holds(
+    new_agent: Callable[..., Any], ranks: Any, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    injected = str(Path(__file__).parents[1] / "local" / "inject")
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [injected, os.environ.get("PYTHONPATH")])),
+        "STEPFAST_HELD_WHILE": str(gate),
+        "STEPFAST_HELD_NAME": MANIFEST,
+    }
+    agents = [new_agent(environment=environment) for _ in range(2)]
+    here, other = (agent.join(rank=node, world_size=2, node=node) for node, agent in enumerate(agents))
+    here.save(1)
+    ranks.eventually(lambda: agents[0].job().incomplete_steps == (1,), "another node's part is missed")
+    other.save(1)
+    ranks.eventually(lambda: agents[0].job().incomplete_steps == (), "it may be there by now")
+    assert agents[0].job().pending_steps == (1,)
+    gate.unlink()
+    here.wait_committed(1)
 
 
 @pytest.mark.parametrize("later", ["uid1-3.1", "uid2-1"], ids=["restarted-in-place", "made-anew"])
