@@ -38,8 +38,8 @@ from stepfast.torch.checkpoint import Saved
 JOB = JobKey(namespace="local", name="bad-storage")
 STATE_BYTES = 1 << 20
 # Short enough for tests to see many failures, long enough for a request on a busy machine.
-STALL_SECONDS = 1.0  # a save may wait for a busy machine, never for the storage
 PATIENCE = ("--storage-deadline", "1.0", "--retry-limit", "0.2")
+STALL_SECONDS = 1.0
 
 
 def eventually(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
@@ -47,6 +47,14 @@ def eventually(condition: Callable[[], object], what: str, seconds: float = 90.0
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"
         threading.Event().wait(0.02)
+
+
+def never_waited_for_storage(stalls: Sequence[float]) -> bool:
+    """Whether no save of these waited for the storage, `stalls` in seconds.
+
+    A storage that holds saves up does so each time that it fails or is slow; a busy machine holds up one in many.
+    """
+    return sum(stall >= STALL_SECONDS for stall in stalls) <= max(1, len(stalls) // 10)
 
 
 class Node:
@@ -190,7 +198,7 @@ class Training:
         assert re.search(r"step \d+ is ", error)
         many = 2 * len(self.stalls) + 10
         self.save_until(lambda: len(self.stalls) > many, "many more saves")
-        assert max(self.stalls) < STALL_SECONDS
+        assert never_waited_for_storage(self.stalls), self.stalls
         assert node.error is not None
         newest = self.save()
         with pytest.raises(StorageUnavailable, match=f"step {newest.step} .*({says}|no answer in time)"):
