@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -172,15 +173,17 @@ class AgentProcess:
     def slot_files(self) -> list[Path]:
         return sorted(self.memory_dir.glob("*/*/[0-9]*/*slot-*"))
 
+    def slots(self) -> list[os.stat_result]:
+        """What the file system says of the slots; one may be let go while it is asked."""
+        found = []
+        for path in self.slot_files():
+            with suppress(FileNotFoundError):
+                found.append(path.stat())
+        return found
+
     def used_bytes(self) -> int:
         """What the memory folder takes, as the file system counts it."""
-        total = 0
-        for path in self.slot_files():
-            try:
-                total += path.stat().st_blocks * 512
-            except FileNotFoundError:
-                continue
-        return total
+        return sum(slot.st_blocks for slot in self.slots()) * 512
 
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))

@@ -160,9 +160,7 @@ def test_state_that_grows_has_its_slots_and_what_was_lent_is_taken_back(
         reserved, slot = rank.reserve(1, grown)
         os.close(slot)
         assert reserved.slots == 3
-    ranks.eventually(
-        lambda: [path.stat().st_size for path in agent.slot_files()] == [slot_bytes(grown)] * 3, "three larger slots"
-    )
+    ranks.eventually(lambda: [slot.st_size for slot in agent.slots()] == [slot_bytes(grown)] * 3, "three larger slots")
     assert not is_marked(descriptor, granted)
     assert os.fstat(descriptor).st_blocks == 0
     assert (lent_files(agent), borrow(rank)) == ([], (0, -1))
@@ -205,7 +203,7 @@ def test_what_was_lent_is_gone_when_its_rank_is_killed(agent: Any, ranks: Any, s
     assert [path.stat().st_blocks * 512 for path in lent_files(agent)] == [MIB + 4096]
     process.kill()
     ranks.eventually(lambda: not lent_files(agent), "nothing is lent any more")
-    assert agent.status().memory_used_bytes == sum(path.stat().st_size for path in agent.slot_files())
+    assert agent.status().memory_used_bytes == sum(slot.st_size for slot in agent.slots())
 
 
 def test_newer_run_ends_what_an_older_one_borrowed(agent: Any, ranks: Any, borrow: Any) -> None:
