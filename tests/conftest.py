@@ -172,6 +172,26 @@ def file_in_the_way(load_module: Callable[[str], Any]) -> Any:
 
 
 @pytest.fixture
+def inject(tmp_path: Path) -> Callable[[Path | str], dict[str, str]]:
+    """The environment in which Python processes begin with the sitecustomize.py of a folder, or with this text."""
+
+    def inject(source: Path | str) -> dict[str, str]:
+        folder = source if isinstance(source, Path) else tmp_path / "inject"
+        if isinstance(source, str):
+            folder.mkdir()
+            (folder / "sitecustomize.py").write_text(source)
+        return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+    return inject
+
+
+@pytest.fixture
+def held_storage(tmp_path: Path, inject: Callable[[Path], dict[str, str]], load_module: Callable[[str], Any]) -> Any:
+    """`faults.HeldStorage`: a storage that stands still for the agents that are started in its environment."""
+    return load_module("faults").HeldStorage(tmp_path / "gate", inject(Path(__file__).with_name("heldstorage")))
+
+
+@pytest.fixture
 def bench(load_module: Callable[[str], Any]) -> Any:
     """The module `node`."""
     return load_module("node")

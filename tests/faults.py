@@ -1,5 +1,5 @@
 """What storage does to its users: a proxy that fails as networks and services do, file systems that are really full
-or read-only, a file where a folder was. Loaded by fixtures in conftest.py.
+or read-only, a file where a folder was, writes that stand still. Loaded by fixtures in conftest.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ctypes
 import os
 import subprocess
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +40,26 @@ class FileInTheWay:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.renameat2(AT_FDCWD, bytes(self._folder), AT_FDCWD, bytes(self._aside), RENAME_EXCHANGE):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(self._folder))
+
+
+class HeldStorage:
+    """While it is held, the persisters that were started in its environment write nothing, as on a file server that
+    hangs (heldstorage/sitecustomize.py).
+    """
+
+    def __init__(self, gate: Path, injected: Mapping[str, str]) -> None:
+        self._gate, self._injected = gate, injected
+
+    def environment(self, *, name: str | None = None) -> dict[str, str]:
+        """`name`: only files that are called so are not written."""
+        only = {"STEPFAST_HELD_NAME": name} if name is not None else {}
+        return {**self._injected, "STEPFAST_HELD_WHILE": str(self._gate), **only}
+
+    def hold(self) -> None:
+        self._gate.touch()
+
+    def release(self) -> None:
+        self._gate.unlink()
 
 
 class Proxy:

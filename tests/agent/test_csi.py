@@ -158,12 +158,14 @@ EFFECTS = {"publish": 5, "unpublish": 5}
 
 
 @pytest.fixture
-def armed(node_agent: Callable[..., Any], kubelet: Any, tmp_path: Path) -> Callable[[int], Any]:
+def armed(
+    node_agent: Callable[..., Any], kubelet: Any, tmp_path: Path, inject: Callable[[Path], dict[str, str]]
+) -> Callable[[int], Any]:
     """An agent that, once told so, kills itself before the nth effect on its volumes."""
     trigger = tmp_path / "trigger"
     agent = node_agent(
         environment={
-            "PYTHONPATH": os.pathsep.join([str(_INJECT), os.environ.get("PYTHONPATH", "")]),
+            **inject(_INJECT),
             "STEPFAST_KILL_TRIGGER": str(trigger),
             "STEPFAST_KILL_FOLDERS": os.pathsep.join([str(kubelet.folder / "pods"), "/.volumes/"]),
         }

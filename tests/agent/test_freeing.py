@@ -43,12 +43,9 @@ def gate(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def environment(tmp_path: Path, gate: Path) -> dict[str, str]:
+def environment(inject: Callable[[str], dict[str, str]], gate: Path) -> dict[str, str]:
     """Of an agent that frees memory no sooner than the gate is open."""
-    injected = tmp_path / "inject"
-    injected.mkdir()
-    (injected / "sitecustomize.py").write_text(f"GATE = {str(gate)!r}\n{_HELD}")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(injected), os.environ.get("PYTHONPATH")]))}
+    return inject(f"GATE = {str(gate)!r}\n{_HELD}")
 
 
 @pytest.fixture

@@ -209,13 +209,10 @@ if "stepfast_sidecar" in sys.orig_argv:
 
 
 def test_memory_of_a_large_file_may_take_longer_to_be_made_than_a_connection_is_silent(
-    ring: Any, tmp_path: Path, eventually: Callable[..., None]
+    ring: Any, inject: Callable[[str], dict[str, str]], eventually: Callable[..., None]
 ) -> None:
-    large, injected = 8 << 20, tmp_path / "inject"
-    injected.mkdir()
-    (injected / "sitecustomize.py").write_text(f"LARGE, SILENCE = {large}, 4.0\n{_SLOW_MEMORY}")
-    paths = os.pathsep.join(filter(None, [str(injected), os.environ.get("PYTHONPATH")]))
-    agents = [ring.add(environment={"PYTHONPATH": paths}), ring.add()]
+    large = 8 << 20
+    agents = [ring.add(environment=inject(f"LARGE, SILENCE = {large}, 4.0\n{_SLOW_MEMORY}")), ring.add()]
     ring.form(eventually, 0, 1)
     peers = [agent.join(rank=node, world_size=2, node=node, run=RUN) for node, agent in enumerate(agents)]
     peers[0].save(1)

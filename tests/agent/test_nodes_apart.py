@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from stepfast import catalog
 from stepfast.layout import MANIFEST
+
+if TYPE_CHECKING:
+    from faults import HeldStorage
 
 JOB = "default/train"
 
@@ -50,24 +51,17 @@ def test_step_that_lacks_another_nodes_part_keeps_neither_the_agent_nor_memory(
 
 
 def test_step_is_known_as_incomplete_until_the_storage_lets_wait_for_what_it_holds(
-    new_agent: Callable[..., Any], ranks: Any, tmp_path: Path
+    new_agent: Callable[..., Any], ranks: Any, held_storage: HeldStorage
 ) -> None:
-    gate = tmp_path / "gate"
-    gate.touch()
-    injected = str(Path(__file__).parents[1] / "local" / "inject")
-    environment = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [injected, os.environ.get("PYTHONPATH")])),
-        "STEPFAST_HELD_WHILE": str(gate),
-        "STEPFAST_HELD_NAME": MANIFEST,
-    }
-    agents = [new_agent(environment=environment) for _ in range(2)]
+    held_storage.hold()
+    agents = [new_agent(environment=held_storage.environment(name=MANIFEST)) for _ in range(2)]
     here, other = (agent.join(rank=node, world_size=2, node=node) for node, agent in enumerate(agents))
     here.save(1)
     ranks.eventually(lambda: agents[0].job().incomplete_steps == (1,), "another node's part is missed")
     other.save(1)
     ranks.eventually(lambda: agents[0].job().incomplete_steps == (), "it may be there by now")
     assert agents[0].job().pending_steps == (1,)
-    gate.unlink()
+    held_storage.release()
     here.wait_committed(1)
 
 

@@ -121,14 +121,10 @@ def test_what_a_storage_library_prints_is_no_answer(tmp_path: Path, capfd: pytes
 
 
 def test_storage_is_left_alone_as_long_as_it_asks_and_gets_no_file_twice(
-    new_agent: Callable[..., Any], tmp_path: Path
+    new_agent: Callable[..., Any], tmp_path: Path, inject: Callable[[str], dict[str, str]]
 ) -> None:
     told, seconds = tmp_path / "told", 3.0
-    injected = tmp_path / "inject"
-    injected.mkdir()
-    (injected / "sitecustomize.py").write_text(f"TOLD, SECONDS = {str(told)!r}, {seconds}\n{_THROTTLED}")
-    paths = os.pathsep.join(filter(None, [str(injected), os.environ.get("PYTHONPATH")]))
-    agent = new_agent(environment={"PYTHONPATH": paths})
+    agent = new_agent(environment=inject(f"TOLD, SECONDS = {str(told)!r}, {seconds}\n{_THROTTLED}"))
     first, second = agent.gang(2)
     first.save(1)
     second.save(1)

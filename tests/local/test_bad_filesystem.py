@@ -23,9 +23,7 @@ from stepfast.storage import open_store
 from stepfast_operator.policies.flush import COMMIT_SECONDS
 
 if TYPE_CHECKING:
-    from faults import Mounts
-
-INJECT = Path(__file__).with_name("inject")
+    from faults import HeldStorage, Mounts
 
 
 def test_full_file_system_stops_nothing_and_loses_nothing(
@@ -82,27 +80,21 @@ def test_file_in_the_place_of_the_storage_is_named(
         training.check_history(store)
 
 
-def _with_injection() -> str:
-    """A PYTHONPATH by which the persister's storage can be held."""
-    return os.pathsep.join([str(INJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def test_storage_that_stands_still_delays_commits_and_nothing_else(
-    tmp_path: Path, start_node: Callable[..., Any], train: Callable[..., Any], bench: Any
+    tmp_path: Path, held_storage: HeldStorage, start_node: Callable[..., Any], train: Callable[..., Any], bench: Any
 ) -> None:
-    root, gate = tmp_path / "storage", tmp_path / "gate"
-    environment = {"PYTHONPATH": _with_injection(), "STEPFAST_HELD_WHILE": str(gate)}
-    node = start_node(root.as_uri(), environment=environment)
+    root = tmp_path / "storage"
+    node = start_node(root.as_uri(), environment=held_storage.environment())
     training = train(node)
     training.save().wait(timeout_seconds=90)
-    gate.touch()
+    held_storage.hold()
     training.stalls.clear()
     training.save_until(lambda: node.job().saves.dropped > 5, "older steps are given up for newer ones")
     assert bench.never_waited_for_storage(training.stalls), training.stalls
     newest = training.save()
     with closing(open_store(root.as_uri())) as store:
         assert bench.verify(store) == [1]
-        gate.unlink()
+        held_storage.release()
         newest.wait(timeout_seconds=90)
         assert newest.step in bench.verify(store, at_least=[1])
         training.check_history(store)
@@ -119,16 +111,16 @@ if not checkpointer.restore():
 """
 
 
-def test_step_whose_commit_stands_still_is_what_the_next_attempt_goes_on_from(runs: Any, tmp_path: Path) -> None:
+def test_step_whose_commit_stands_still_is_what_the_next_attempt_goes_on_from(
+    runs: Any, tmp_path: Path, held_storage: HeldStorage
+) -> None:
     (tmp_path / "train.py").write_text(SAVES_AND_FAILS)
-    gate = tmp_path / "gate"
-    gate.touch()
-    held = {"STEPFAST_HELD_WHILE": str(gate), "STEPFAST_HELD_NAME": MANIFEST}
-    process = runs.start("train.py", PYTHONPATH=_with_injection(), **held)
+    held_storage.hold()
+    process = runs.start("train.py", **held_storage.environment(name=MANIFEST))
     runs.wait_for(lambda: "once more" in runs.log, process)
     time.sleep(COMMIT_SECONDS + 3)  # by then all is committed that will be, were it only looked for
     assert "attempt 2 launched" not in runs.log
-    gate.unlink()
+    held_storage.release()
     assert runs.finish(process) == 0, runs.log[-6000:]
     assert runs.summary["checkpoint"]["restoredStep"] == 5
 
