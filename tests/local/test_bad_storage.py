@@ -72,7 +72,7 @@ def test_container_that_is_missing_is_named_and_used_once_it_is_there(
     training = train(node)
     says = f"{uri}.*the container does not exist; create it"
     training.save_until(lambda: re.search(says, node.error or ""), "the status says why")
-    assert bench.never_waited_for_storage(training.stalls), training.stalls
+    assert max(training.stalls) < bench.STALL_SECONDS
     newest = training.save()
 
     cloud.create(f"{cloud.container}-late")
@@ -94,7 +94,7 @@ def test_slow_service_delays_commits_and_nothing_else(
     for _ in range(30):
         newest = training.save()
         assert node.error is None
-    assert bench.never_waited_for_storage(training.stalls), training.stalls
+    assert max(training.stalls) < bench.STALL_SECONDS
     newest.wait(timeout_seconds=90)
     assert newest.step in bench.verify(cloud.store, at_least=[1])
     cloud.proxy.heal()
