@@ -186,7 +186,6 @@ print(real_accelerator.ds_accelerator, logging.getLogger("DeepSpeed").level)
         capture_output=True,
         text=True,
         check=True,
-        timeout=300,
     )
     assert ran.stdout.split()[-2] == "None"
 

@@ -69,7 +69,7 @@ def test_pages_parts_are_packed_with_the_distribution(tmp_path: Path) -> None:
     folder = Path(__file__).parents[2] / "trainer-sdk"
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+        cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
@@ -83,5 +83,5 @@ def test_pages_parts_are_packed_with_the_distribution(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["stepfast.torch.anatomy", "stepfast.cli"])
 def test_anatomy_is_imported_without_rich_and_nvml(name: str) -> None:
     program = f"import sys\nfor missing in ('rich', 'typer', 'pynvml'): sys.modules[missing] = None\nimport {name}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -124,7 +124,7 @@ def test_file_that_is_no_report_is_told_and_ends_with_status_2(
 def test_installed_command_has_it(file: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "stepfast.cli", "anatomy", "report", str(file), "--json"],
-        env=dict(os.environ), capture_output=True, text=True, timeout=120, check=False,
+        env=dict(os.environ), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["title"] == "One layer"

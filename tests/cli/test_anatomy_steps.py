@@ -79,7 +79,7 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
 
 def stepfast(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """As `python -m stepfast.cli anatomy …` in that folder."""
-    return TRANSFORMERS.run([*STEPFAST, "anatomy", *arguments], cwd=folder, timeout=120)
+    return TRANSFORMERS.run([*STEPFAST, "anatomy", *arguments], cwd=folder)
 
 
 def test_a_configuration_is_predicted_and_its_report_kept(folder: Path) -> None:

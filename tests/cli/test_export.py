@@ -227,7 +227,7 @@ def test_write_that_fails_is_an_error_in_one_line_and_leaves_nothing(name: str, 
     before = sorted(tmp_path.iterdir())
 
     done = subprocess.run(
-        command(job.uri, tmp_path / name), capture_output=True, text=True, check=False, timeout=120,
+        command(job.uri, tmp_path / name), capture_output=True, text=True, check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)),
     )  # fmt: skip
 
@@ -246,7 +246,7 @@ def test_killed_export_leaves_nothing_under_the_targets_name(effect: str, name: 
     program += f"; os.{effect} = lambda *a, **k: os.kill(os.getpid(), 9); main()"
     arguments = command(job.uri, tmp_path / name)[3:] + (["--force"] if forced else [])
 
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, check=False)
 
     meets = effect in {"a.pt": ("fsync", "link", "replace"), "out": ("fsync", "rename")}[name]
     assert done.returncode == (-9 if meets else 0), done.stderr

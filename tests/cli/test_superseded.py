@@ -202,7 +202,7 @@ def test_rm_on_a_terminal_asks(answer: str, is_removed: bool, job: Any) -> None:
     try:
         with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, text=True) as process:
             os.write(ours, f"{answer}\n".encode())
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate()
     finally:
         os.close(ours)
         os.close(theirs)

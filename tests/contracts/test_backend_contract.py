@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from backendcontract import DEADLINE_SECONDS, JOB, SCENARIOS, DictStore, Harness, Scenario
+from backendcontract import JOB, SCENARIOS, DictStore, Harness, Scenario
+from deadline import DEADLINE_SECONDS
 from stepfast_operator.backends import processes
 from stepfast_operator.backends.base import Backend
 from stepfast_operator.backends.fake import FakeBackend

@@ -156,7 +156,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     asked_for = {item.name for item in request.session.items if item.path == request.path}
     name = test_loaded_engine_goes_on_bit_for_bit_as_the_saved_one.__name__
     modes = {mode: changes for mode, changes in MODES.items() if f"{name}[{mode}]" in asked_for}
-    told = DEEPSPEED.output_of_gang(2, ["train.py", json.dumps(modes)], cwd=folder, timeout=400)
+    told = DEEPSPEED.output_of_gang(2, ["train.py", json.dumps(modes)], cwd=folder)
     found: dict[str, str] = {}
     for name, outcome in re.findall(r"RESULT (\S+): (.*)", told):
         found[name] = outcome if found.get(name, "same") == "same" else found[name]
@@ -332,7 +332,7 @@ def test_framework_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "deepspeed.py").write_text("raise ModuleNotFoundError('no such module', name='deepspeed')\n")
     done = subprocess.run(
         [sys.executable, "-c", "import stepfast.integrations.deepspeed"], cwd=tmp_path, text=True, capture_output=True,
-        timeout=120, check=False,
+        check=False,
     )  # fmt: skip
     assert "ImportError: stepfast.integrations needs deepspeed here" in done.stderr
     assert "pip install deepspeed" in done.stderr

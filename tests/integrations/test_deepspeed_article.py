@@ -102,7 +102,6 @@ def test_articles_training_runs(name: str) -> None:
         input=json.dumps(fixed),
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
         env=os.environ | {"DS_ACCELERATOR": "cpu"},
     )

@@ -182,7 +182,7 @@ def test_command_exports_the_latest_beside_others_and_replaces_by_force(trained:
 
     def export(*options: str) -> tuple[int, str]:
         command = [*STEPFAST, "checkpoints", "export", uri(trained), str(target), "--deepspeed", *options]
-        done = DEEPSPEED.run(command, cwd=tmp_path, timeout=120)
+        done = DEEPSPEED.run(command, cwd=tmp_path)
         return done.returncode, done.stderr
 
     code, said = export("--step", "9")

@@ -45,8 +45,8 @@ def node(cloud: Cloud, start_node: Callable[..., Any], train: Callable[..., Any]
     node = start_node(cloud.uri, environment=cloud.environment)
     training = train(node)
     for _ in range(2):
-        training.save().wait(timeout_seconds=90)
-    training.checkpointer.close(timeout_seconds=90)
+        training.save().wait()
+    training.checkpointer.close()
     node.run = f"{node.run.rpartition('-')[0]}-2"
     cloud.proxy.requests.clear()
     return node
@@ -85,7 +85,7 @@ def test_launcher_has_it_fetched_whatever_its_script_imports(
     options = ["--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=test"]
     subprocess.run(
         [sys.executable, "-m", "stepfast.launcher", *options, "--", str(script)],
-        env={**node.rank_environment(), "STEPFAST_RESUME_STEP": "1"}, check=True, timeout=90,
+        env={**node.rank_environment(), "STEPFAST_RESUME_STEP": "1"}, check=True,
     )  # fmt: skip
     bench.eventually(lambda: cloud.reads(".safetensors"), "the file is fetched")
     assert all(step_folder(1) in line for line in cloud.reads(".safetensors"))
@@ -114,7 +114,7 @@ def test_storage_that_is_a_folder_needs_no_copies(
 ) -> None:
     node = start_node(tmp_path.as_uri())
     training = train(node)
-    training.save().wait(timeout_seconds=90)
+    training.save().wait()
     training.checkpointer.close()
     _forget(node)
     announce(node.environment_of())

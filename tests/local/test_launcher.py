@@ -9,11 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from deadline import eventually
+
+Launcher = subprocess.Popen[bytes]
 
 SCRIPT = """
 import os, signal, sys
@@ -28,23 +31,49 @@ if sys.argv[1] != "0":
 """
 
 
-def start(folder: Path, how: str) -> subprocess.Popen[bytes]:
+class Launchers:
+    """Launchers in a folder, which end with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, options: list[str], *script: str, termination_log: str = "termination.json") -> Launcher:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "stepfast.launcher", *options, "--", *script],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "STEPFAST_TERMINATION_LOG": str(self.folder / termination_log),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._started.append(process)
+        return process
+
+    def end(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def launchers(owned: str, tmp_path: Path) -> Iterator[Launchers]:
+    started = Launchers(tmp_path)
+    yield started
+    started.end()
+
+
+def start(launchers: Launchers, how: str) -> Launcher:
+    folder = launchers.folder
     (folder / "script.py").write_text(SCRIPT)
     options = [
         "--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
         "--rdzv-id=test",
         "--local-addr=127.0.0.1", "--max-restarts=0", f"--log-dir={folder}/logs", "--redirects=3",
     ]  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-m", "stepfast.launcher", *options, "--", str(folder / "script.py"), how],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "STEPFAST_TERMINATION_LOG": str(folder / "termination.json"),
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    return launchers.start(options, str(folder / "script.py"), how)
 
 
 @pytest.mark.parametrize(
@@ -58,27 +87,27 @@ def start(folder: Path, how: str) -> subprocess.Popen[bytes]:
     ],
 )
 def test_first_failure_is_told_and_its_exit_status_kept(
-    owned: str, tmp_path: Path, how: str, expected: dict[str, object]
+    launchers: Launchers, tmp_path: Path, how: str, expected: dict[str, object]
 ) -> None:
-    process = start(tmp_path, how)
-    assert process.wait(timeout=180) == expected["exitCode"]
+    process = start(launchers, how)
+    assert process.wait() == expected["exitCode"]
     said = json.loads((tmp_path / "termination.json").read_text())
     assert {key: said[key] for key in expected} == expected
     assert (said["rank"], said["localRank"]) == (1, 1)
 
 
-def test_success_is_told(owned: str, tmp_path: Path) -> None:
-    assert start(tmp_path, "0").wait(timeout=180) == 0
+def test_success_is_told(launchers: Launchers, tmp_path: Path) -> None:
+    assert start(launchers, "0").wait() == 0
     assert json.loads((tmp_path / "termination.json").read_text())["exitCode"] == 0
 
 
 def test_stopped_launcher_ends_its_ranks_and_blames_none(
-    owned: str, tmp_path: Path, wait_until: Callable[..., None]
+    launchers: Launchers, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    process = start(tmp_path, "wait")
+    process = start(launchers, "wait")
     wait_until(lambda: len(list(tmp_path.glob("waiting-*"))) == 2, "both ranks wait")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=90) == 128 + signal.SIGTERM
+    assert process.wait() == 128 + signal.SIGTERM
     assert not (tmp_path / "termination.json").exists()
 
 
@@ -118,31 +147,24 @@ def free_port() -> int:
 
 
 def start_node(
-    folder: Path, node: int, port: int, *, script: str = RESTARTED, failing_launches: str = ""
-) -> subprocess.Popen[bytes]:
+    launchers: Launchers, node: int, port: int, *, script: str = RESTARTED, failing_launches: str = ""
+) -> Launcher:
     """One of two nodes, each with one rank; rank 1 fails in these launches, in which rank 0 waits for ever."""
+    folder = launchers.folder
     (folder / "restarted.py").write_text(script)
     options = [
         "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
         "--rdzv-id=test", f"--rdzv-conf=is_host={'true' if node == 0 else 'false'}", "--local-addr=127.0.0.1",
         "--max-restarts=1", "--monitor-interval=0.1",
     ]  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-m", "stepfast.launcher", *options, "--", str(folder / "restarted.py"), failing_launches],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "STEPFAST_TERMINATION_LOG": str(folder / f"termination-{node}.json"),
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    arguments = (str(folder / "restarted.py"), failing_launches)
+    return launchers.start(options, *arguments, termination_log=f"termination-{node}.json")
 
 
-def test_ranks_of_all_nodes_count_a_restart_in_place_alike(owned: str, tmp_path: Path) -> None:
+def test_ranks_of_all_nodes_count_a_restart_in_place_alike(launchers: Launchers, tmp_path: Path) -> None:
     port = free_port()
-    nodes = [start_node(tmp_path, node, port, failing_launches="0") for node in (0, 1)]
-    assert [node.wait(timeout=180) for node in nodes] == [0, 0]
+    nodes = [start_node(launchers, node, port, failing_launches="0") for node in (0, 1)]
+    assert [node.wait() for node in nodes] == [0, 0]
     assert sorted(path.name for path in tmp_path.glob("rank-*")) == [
         "rank-0-launch-0",
         "rank-0-launch-1",
@@ -153,31 +175,20 @@ def test_ranks_of_all_nodes_count_a_restart_in_place_alike(owned: str, tmp_path:
     assert [document["exitCode"] for document in said] == [0, 0], "what was survived is no failure"
 
 
-def test_ranks_meet_again_after_a_restart_in_place(owned: str, tmp_path: Path) -> None:
+def test_ranks_meet_again_after_a_restart_in_place(launchers: Launchers, tmp_path: Path) -> None:
     port = free_port()
-    nodes = [start_node(tmp_path, node, port, script=MEETING) for node in (0, 1)]
-    assert [node.wait(timeout=180) for node in nodes] == [0, 0]
+    nodes = [start_node(launchers, node, port, script=MEETING) for node in (0, 1)]
+    assert [node.wait() for node in nodes] == [0, 0]
     assert sorted(path.name for path in tmp_path.glob("rank-*-launch-1")) == ["rank-0-launch-1", "rank-1-launch-1"]
 
 
-def test_failure_after_a_restart_in_place_is_told_and_not_the_one_before_it(owned: str, tmp_path: Path) -> None:
+def test_failure_after_a_restart_in_place_is_told_and_not_the_one_before_it(
+    launchers: Launchers, tmp_path: Path
+) -> None:
     port = free_port()
-    nodes = [start_node(tmp_path, node, port, failing_launches="0,1") for node in (0, 1)]
-    failed = _ended(nodes)
+    nodes = [start_node(launchers, node, port, failing_launches="0,1") for node in (0, 1)]
+    # The other one's rank waits for ever.
+    [failed] = eventually(lambda: [node for node in nodes if node.poll() is not None], "a node ends")
     said = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("termination-*.json"))]
     assert failed.returncode == 4
     assert 4 in [document["exitCode"] for document in said]
-    for node in nodes:
-        node.terminate()
-        node.wait(timeout=60)
-
-
-def _ended(nodes: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """The node that ends first: the other's rank waits for ever."""
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline:
-        for node in nodes:
-            if node.poll() is not None:
-                return node
-        time.sleep(0.05)
-    raise AssertionError("no node has ended")

@@ -83,7 +83,7 @@ def test_next_attempt_is_launched_by_the_process_that_waited(
     wait_until(lambda: waiting(tmp_path, 3), "a launcher for the third")
     (tmp_path / "end").touch()
 
-    assert training.wait(90) == 0, (tmp_path / "run.log").read_text()
+    assert training.wait() == 0, (tmp_path / "run.log").read_text()
     second = told(tmp_path, 2)
     assert second["launcher"] == standby
     assert (second["run"], second["mine"]) == (f"{uid_of(tmp_path)}-2", "given")
@@ -101,7 +101,7 @@ def test_attempt_whose_waiting_launcher_is_gone_gets_another(
     wait_until((tmp_path / "2").exists, "the second attempt")
     (tmp_path / "end").touch()
 
-    assert training.wait(90) == 0, (tmp_path / "run.log").read_text()
+    assert training.wait() == 0, (tmp_path / "run.log").read_text()
     assert told(tmp_path, 2)["launcher"] != standby
 
 

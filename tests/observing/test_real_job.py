@@ -32,7 +32,7 @@ def stepfast(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "KUBECONFIG": str(folder / "none")}
     return subprocess.run(
         [sys.executable, "-m", "stepfast.cli", *words], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=300, check=False,
+        check=False,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
-DEADLINE_SECONDS = 20
+from deadline import DEADLINE_SECONDS
 
 
 class Browser:

@@ -34,7 +34,6 @@ def silent() -> Iterator[str]:
         yield path
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "ask",
     [

@@ -6,7 +6,8 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 
-DEADLINE_SECONDS = 60.0
+from deadline import DEADLINE_SECONDS
+
 POLL_SECONDS = 0.02
 
 
