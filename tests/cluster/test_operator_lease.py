@@ -106,12 +106,19 @@ def test_killed_holder_is_followed_once_the_lease_has_run_out(api_server: Kubern
     play(api_server, scenario)
 
 
+@pytest.fixture
+def lasting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases that run out after every test has failed."""
+    monkeypatch.setattr(module, "DURATION_SECONDS", 10 * DEADLINE_SECONDS)
+
+
+@pytest.mark.usefixtures("lasting")
 def test_same_pod_goes_on_at_once(api_server: KubernetesClient) -> None:
     async def scenario(stage: Stage) -> None:
         async with contending(Lease(stage.kube, stage.namespace, "a")) as killed:
             await asyncio.wait_for(killed.held.wait(), DEADLINE_SECONDS)
         async with contending(Lease(stage.kube, stage.namespace, "a")) as restarted:
-            await asyncio.wait_for(restarted.held.wait(), module.DURATION_SECONDS * 0.7)
+            await asyncio.wait_for(restarted.held.wait(), DEADLINE_SECONDS)
         assert (await stage.kube.get(stage.path))["spec"]["leaseTransitions"] == 0
 
     play(api_server, scenario)
@@ -165,6 +172,7 @@ def test_clocks_may_differ_by_years(api_server: KubernetesClient, renewed: str) 
     play(api_server, scenario)
 
 
+@pytest.mark.usefixtures("lasting")
 def test_given_up_it_is_taken_at_once_and_not_taken_back(
     api_server: KubernetesClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +182,7 @@ def test_given_up_it_is_taken_at_once_and_not_taken_back(
     async def scenario(stage: Stage) -> None:
         for turn in range(10):
             async with contending(Lease(stage.kube, stage.namespace, f"a{turn}")) as lease:
-                await asyncio.wait_for(lease.held.wait(), module.DURATION_SECONDS * 0.7)
+                await asyncio.wait_for(lease.held.wait(), DEADLINE_SECONDS)
                 await lease.release()
                 assert not acts(lease)
                 assert await stage.holder() == ""
