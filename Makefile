@@ -107,11 +107,11 @@ bench-cluster: venv programs images
 
 # A thousand jobs with ten thousand pods on nodes that KWOK plays; written to docs/scale.md. Fails when a goal is missed.
 bench-scale: venv programs
-	PYTHONPATH=tests/chart:tests/contracts:tests/launching $(BIN)/python tests/cluster/bench_scale.py
+	PYTHONPATH=tests/chart:tests/contracts $(BIN)/python tests/cluster/bench_scale.py
 
 # 200 seeded kills at random moments and at every effect of a commit; printed, and written into their part of docs/chaos.md.
 chaos: venv
-	PYTHONPATH=tests/launching $(BIN)/python tests/chaos/campaign.py --trials 200 --report docs/chaos.md
+	$(BIN)/python tests/chaos/campaign.py --trials 200 --report docs/chaos.md
 
 # The failure matrix on a real Kubernetes, thorough rows and all: hours; written to docs/chaos.md. ROWS="-k network" runs some
 # of them; the page keeps what earlier runs in this checkout found of the others.

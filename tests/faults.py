@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from deadline import DEADLINE_SECONDS
-
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <stdio.h>
 
 
@@ -90,7 +88,7 @@ class Proxy:
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="proxy")
         self._thread.start()
-        assert started.wait(DEADLINE_SECONDS)
+        assert started.wait(30)
 
     def fail(self, *faults: str, matching: str = "") -> None:
         self.matching = matching
@@ -107,7 +105,7 @@ class Proxy:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join()
+        self._thread.join(30)
         self._loop.close()
 
     def _run(self, started: threading.Event) -> None:

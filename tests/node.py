@@ -23,7 +23,6 @@ import psutil
 import pytest
 import torch
 
-from deadline import eventually
 from stepfast import catalog
 from stepfast.environment import Environment
 from stepfast.errors import AgentUnavailable, ObjectNotFound, StorageUnavailable
@@ -41,6 +40,13 @@ STATE_BYTES = 1 << 20
 # Short enough for tests to see many failures, long enough for a request on a busy machine.
 PATIENCE = ("--storage-deadline", "1.0", "--retry-limit", "0.2")
 STALL_SECONDS = 1.0  # a save may wait for a busy machine, never for the storage
+
+
+def eventually(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        threading.Event().wait(0.02)
 
 
 class Bystander:
@@ -117,11 +123,11 @@ class Node:
     def error(self) -> str | None:
         return self.job().persist_error
 
-    def terminate(self) -> None:
+    def terminate(self, seconds: float = 90.0) -> None:
         """SIGTERM: it persists what it holds, and ends."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        assert self._process.wait() == 0, self.log
+        assert self._process.wait(seconds) == 0, self.log
 
     def forget_memory(self) -> None:
         """The memory tier is lost, as with the machine."""
@@ -183,14 +189,14 @@ class Training:
         self.stalls.append(saved.stall_seconds - (self.bystander.late_seconds() - late))
         return saved
 
-    def save_until(self, condition: Callable[[], object], what: str) -> None:
+    def save_until(self, condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
         """Trains and saves, step after step, until the condition holds."""
 
         def holds() -> bool:
             self.save()
             return bool(condition())
 
-        eventually(holds, what)
+        eventually(holds, what, seconds)
 
     def live_through(
         self, break_down: Callable[[], object], heal: Callable[[], object], says: str, store: Store
@@ -201,7 +207,7 @@ class Training:
         """
         node = self.node
         for _ in range(2):
-            self.save().wait()
+            self.save().wait(timeout_seconds=90)
         before = verify(store, at_least=[1, 2])
         self.stalls.clear()
         break_down()
@@ -220,11 +226,11 @@ class Training:
 
         heal()
         verify(store, at_least=before)
-        newest.wait()
+        newest.wait(timeout_seconds=90)
         eventually(lambda: node.error is None, "the status forgets the failure")
         eventually(lambda: node.job().latest_persisted_step == newest.step, "the newest is persisted")
         self.save()
-        self.checkpointer.close()
+        self.checkpointer.close(timeout_seconds=90)
         assert {*before, newest.step, self.step} <= set(verify(store))
         return newest
 

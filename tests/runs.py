@@ -18,10 +18,11 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from deadline import DEADLINE_SECONDS
 from interpreters import Interpreter
 from stepfast import catalog
 from stepfast.storage import open_store
+
+SECONDS = 600
 
 
 class Runs:
@@ -54,7 +55,7 @@ class Runs:
     def finish(self, process: subprocess.Popen[bytes]) -> int:
         """Its exit status."""
         try:
-            return process.wait(timeout=DEADLINE_SECONDS)
+            return process.wait(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             pytest.fail(self.log[-6000:])
 
@@ -85,7 +86,7 @@ class Runs:
 
     def wait_for(self, what: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
         """Until it is so, while the job runs."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
+        deadline = time.monotonic() + SECONDS
         while not what():
             assert process.poll() is None, self.log[-4000:]
             assert time.monotonic() < deadline, self.log[-4000:]

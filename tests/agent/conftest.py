@@ -125,11 +125,11 @@ class AgentProcess:
         for persister in persisters:
             _rankpeer.eventually(lambda p=persister: not p.is_running(), "a persister dies with its agent")
 
-    def terminate(self) -> int:
+    def terminate(self, seconds: float = 90.0) -> int:
         """SIGTERM; returns the exit status."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait()
+        return self.process.wait(seconds)
 
     def persisters(self) -> dict[str, int]:
         """The process ids of the jobs' persisters, by the job's folder."""
@@ -376,7 +376,6 @@ def start_rank() -> Iterator[Callable[..., RankProcess]]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         started.append(RankProcess(process=process))
         assert process.stdout is not None

@@ -15,12 +15,12 @@ from typing import Any
 
 import grpc
 
-from deadline import DEADLINE_SECONDS
 from stepfast_sidecar.csi import DRIVER
 from stepfast_sidecar.protos import csi_pb2 as csi
 from stepfast_sidecar.protos import registration_pb2 as registration
 
 INFO = "csi.storage.k8s.io"
+_SECONDS = 30.0
 
 
 @dataclass(kw_only=True)
@@ -125,7 +125,7 @@ class Kubelet:
                 request_serializer=type(request).SerializeToString,
                 response_deserializer=answer.FromString,
             )
-            return call(request, timeout=DEADLINE_SECONDS, wait_for_ready=True)  # the agent may be starting
+            return call(request, timeout=_SECONDS, wait_for_ready=True)  # the agent may be starting
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

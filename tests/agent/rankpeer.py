@@ -12,9 +12,9 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from deadline import eventually
 from stepfast.client import RankClient
 from stepfast.messages import VERSION, Committed, Dropped, Hello, Message, PersistFailed, Reserved, Staged, Want
 from stepfast.slot import CONTROL_BYTES, SlotRecord, SlotState, rank_record
@@ -23,6 +23,16 @@ from stepfast.tensorfile import HeaderPlan, TensorSpec
 JOB = "default/train"
 RUN = "uid1-0"
 _PATTERN_BYTES = 1 << 20
+
+
+def eventually(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    """Waits until the condition holds; fails when it does not within the deadline."""
+    pause = threading.Event()
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        pause.wait(0.01)
 
 
 class RankFile:
@@ -192,14 +202,14 @@ class RankPeer:
     def failures(self) -> list[str]:
         return [message.reason for message in self.pushed if isinstance(message, PersistFailed)]
 
-    def wait_committed(self, step: int) -> None:
-        eventually(lambda: step in self.committed(), f"commit of step {step}; pushed: {self.pushed[-5:]}")
+    def wait_committed(self, step: int, seconds: float = 60.0) -> None:
+        eventually(lambda: step in self.committed(), f"commit of step {step}; pushed: {self.pushed[-5:]}", seconds)
 
-    def wait_dropped(self, step: int) -> None:
-        eventually(lambda: step in self.dropped(), f"drop of step {step}; pushed: {self.pushed[-5:]}")
+    def wait_dropped(self, step: int, seconds: float = 60.0) -> None:
+        eventually(lambda: step in self.dropped(), f"drop of step {step}; pushed: {self.pushed[-5:]}", seconds)
 
-    def wait_lost(self) -> None:
-        eventually(self.lost.is_set, "the agent closes this connection")
+    def wait_lost(self, seconds: float = 60.0) -> None:
+        eventually(self.lost.is_set, "the agent closes this connection", seconds)
 
     def close(self) -> None:
         """Says goodbye."""

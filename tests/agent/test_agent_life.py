@@ -39,7 +39,7 @@ def test_gang_of_two_saves_and_the_step_is_committed(agent: Any, ranks: Any) -> 
 def test_second_agent_on_the_same_memory_folder_is_refused(agent: Any) -> None:
     command = [sys.executable, "-m", "stepfast_sidecar", "--socket", str(agent.folder / "b.sock"), "--node", "other"]
     command += ["--memory-dir", str(agent.memory_dir), "--memory-limit", "1000000"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert (refused.returncode, "another agent's" in refused.stderr) == (1, True), refused.stderr
     rank = agent.join()
     rank.save(1)
@@ -72,7 +72,7 @@ def test_every_launch_that_has_something_left_to_persist_is_told_of(agent: Any, 
     assert runs == ["uid1-0", "uid1-0.2", "uid1-0.3"]
     assert agent.job("uid1-0").pending_steps == (50,)
     agent.storage.unlink()
-    ranks.eventually(lambda: [job.run for job in agent.status().jobs] == runs[1:], "nothing of it is left")
+    ranks.eventually(lambda: [job.run for job in agent.status().jobs] == runs[1:], "nothing of it is left", 90)
     assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [50]
 
 
@@ -340,7 +340,7 @@ def test_agent_whose_starter_is_dead_removes_the_memory_once_the_last_rank_has_e
             orphan.send_signal(signal.SIGTERM)
             dying = threading.Timer(1.0, rank.die)  # as one with much memory takes
             dying.start()
-            orphan.wait()
+            orphan.wait(60)
             dying.join()
         finally:
             if orphan.is_running():
@@ -411,9 +411,11 @@ def test_persister_serves_a_supervisor_of_any_process_id_and_ends_without_its_ow
     ]
     asked = json.dumps({"id": 1, "command": "steps", "values": {}})
     ours = [*command, "--supervisor", str(os.getpid())]
-    served = subprocess.run(ours, input=asked, capture_output=True, text=True, check=True)
+    served = subprocess.run(ours, input=asked, capture_output=True, text=True, timeout=90, check=True)
     assert json.loads(served.stdout) == {"id": 1, "ok": True, "values": {"steps": []}}
-    orphan = subprocess.run([*command, "--supervisor", "1"], input=asked, capture_output=True, text=True, check=False)
+    orphan = subprocess.run(
+        [*command, "--supervisor", "1"], input=asked, capture_output=True, text=True, timeout=90, check=False
+    )
     assert (orphan.returncode, orphan.stdout) == (1, "")
 
 

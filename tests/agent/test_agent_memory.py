@@ -55,7 +55,7 @@ def test_a_job_that_is_given_up_tries_nothing_again_while_its_persister_ends(
     rank = agent.join()
     rank.save(1, data_bytes=40 << 20)
     rank.wait_committed(1)
-    persister.wait()  # the agent's log is read after this
+    persister.wait(20)  # the agent's log is read after this
 
 
 @pytest.mark.parametrize("grows", [False, True], ids=["one-slot", "state-that-grows"])
@@ -126,8 +126,8 @@ def test_four_ranks_of_a_quarter_gigabyte_stay_within_two_hundred_megabytes(new_
         for thread in savers:
             thread.start()
         for thread in savers:
-            thread.join()
-        gang[0].wait_committed(7)
+            thread.join(120)
+        gang[0].wait_committed(7, 60)
     finally:
         over.set()
         sampler.join()

@@ -18,7 +18,7 @@ TOLD = {"anatomy_step_seconds": 0.25, "anatomy_memory_peak_bytes": 4096.0, "loss
 
 def gauges(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Samples of the families that are about anatomy, by name."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return {
         family.name: [(sample.labels, sample.value) for sample in family.samples]

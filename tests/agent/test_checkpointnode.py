@@ -102,7 +102,7 @@ def test_job_that_has_left_the_node_is_not_told_of_any_more(
     rank.wait_committed(1)
     ranks.eventually(lambda: newest(api).get("memory", {}).get("usedBytes"), "what it holds is told")
     rank.close()
-    ranks.eventually(lambda: newest(api)["jobs"] == [] and newest(api)["memory"]["usedBytes"] == 0, "it has left")
+    ranks.eventually(lambda: newest(api)["jobs"] == [] and newest(api)["memory"]["usedBytes"] == 0, "it has left", 30.0)
 
 
 def test_progress_alone_is_written_every_few_seconds(reporting_agent: Callable[..., Any], api: Any, ranks: Any) -> None:
@@ -269,7 +269,7 @@ def test_api_server_that_is_silent_holds_up_no_end(reporting_agent: Callable[...
     rank = agent.join()
     rank.save(1)
     rank.wait_committed(1)
-    assert agent.terminate() == 0
+    assert agent.terminate(30) == 0
 
 
 # ---------------------------------------------------------------- pure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from deadline import DEADLINE_SECONDS, eventually
 from stepfast.errors import ObjectNotFound, StorageFull, StorageUnavailable
 from stepfast.layout import CHUNK_BYTES, data_path, manifest_path
 from stepfast.storage import Store, open_store
@@ -22,6 +22,7 @@ from stepfast_sidecar.persist import UPLOAD_THREADS, JobPersister
 
 FILE = data_path(5, "uid-1", "state", 0, 1)
 DATA = bytes(range(256)) * 1000
+SECONDS = 30
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ class HeldStore:
         if path.endswith(FILE):
             is_down = self.is_down
             self.reading.release()
-            assert self.gate.wait(DEADLINE_SECONDS)
+            assert self.gate.wait(SECONDS)
             if is_down:
                 raise StorageUnavailable(f"read {path}: it is down")
         self._store.read_range(path, offset, buffer)
@@ -126,7 +127,7 @@ def test_copy_is_let_go_after_a_while(
     copies.foresee(FILE)
     if is_asked_for:
         copies.open_path(FILE)
-    eventually(lambda: not _held_in(tmp_path), "the copy is let go")
+    _eventually(lambda: not _held_in(tmp_path), "the copy is let go")
     assert copies.open_path(FILE)[1] == len(DATA)  # made again
 
 
@@ -145,15 +146,15 @@ def test_rank_that_asks_is_not_failed_by_what_was_foreseen(
     copies = make(held)
     held.is_down = True
     foreseen = callers.submit(copies.foresee, FILE)
-    assert held.asked.acquire(timeout=DEADLINE_SECONDS)
-    assert held.reading.acquire(timeout=DEADLINE_SECONDS)
+    assert held.asked.acquire(timeout=SECONDS)
+    assert held.reading.acquire(timeout=SECONDS)
     asked = callers.submit(copies.open_path, FILE)
-    assert held.asked.acquire(timeout=DEADLINE_SECONDS)
+    assert held.asked.acquire(timeout=SECONDS)
     held.is_down = False
     held.gate.set()
     with pytest.raises(StorageUnavailable):
-        foreseen.result(DEADLINE_SECONDS)
-    assert Path(asked.result(DEADLINE_SECONDS)[0]).read_bytes() == DATA
+        foreseen.result(SECONDS)
+    assert Path(asked.result(SECONDS)[0]).read_bytes() == DATA
 
 
 def test_record_waits_for_nothing_that_is_foreseen(
@@ -164,15 +165,15 @@ def test_record_waits_for_nothing_that_is_foreseen(
     held.replace(f"job/{manifest_path(5)}", b"1")
     persister = JobPersister(held, "job", spool_folder=str(tmp_path))
     foreseen = callers.submit(persister.foresee, FILE)
-    assert held.reading.acquire(timeout=DEADLINE_SECONDS)
+    assert held.reading.acquire(timeout=SECONDS)
     try:
-        record = callers.submit(persister.fetch, manifest_path(5)).result(DEADLINE_SECONDS)
+        record = callers.submit(persister.fetch, manifest_path(5)).result(SECONDS)
         assert Path(record["path"]).read_bytes() == b"1"
         assert not foreseen.done()
     finally:
         held.gate.set()
     file = callers.submit(persister.fetch, FILE)  # joins it
-    assert Path(file.result(DEADLINE_SECONDS)["path"]).stat().st_size == len(data)
+    assert Path(file.result(SECONDS)["path"]).stat().st_size == len(data)
     persister.close()
 
 
@@ -188,11 +189,11 @@ def test_file_of_a_folder_is_read_ahead_to_its_end(tmp_path: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return _cached_bytes(file) == 0
 
-    eventually(is_evicted, "the file leaves the page cache")
+    _eventually(is_evicted, "the file leaves the page cache")
     with ThreadPoolExecutor(1) as threads:
         copies = Copies(folder_store, "job", threads, foresee_threads=threads)
         copies.foresee(FILE)
-        eventually(lambda: _cached_bytes(file) == file.stat().st_size, "all of the file is in the page cache")
+        _eventually(lambda: _cached_bytes(file) == file.stat().st_size, "all of the file is in the page cache")
         copies.close()
     folder_store.close()
 
@@ -207,6 +208,13 @@ def _cached_bytes(file: Path) -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+def _eventually(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline, f"never: {what}"
+        threading.Event().wait(0.01)
+
+
 class HalfDeadStore(HeldStore):
     """The first chunk fails once the second is on its way, which comes a little after the download has failed."""
 
@@ -214,7 +222,7 @@ class HalfDeadStore(HeldStore):
 
     def read_range(self, path: str, offset: int, buffer: memoryview) -> None:
         if offset == 0:
-            assert self.reading.acquire(timeout=DEADLINE_SECONDS)
+            assert self.reading.acquire(timeout=SECONDS)
             raise StorageUnavailable(f"read {path}: it is down")
         self.reads_under_way += 1
         self.reading.release()
@@ -296,14 +304,14 @@ def test_what_nobody_asks_for_makes_room_once_it_is_there(
     copies = make(half_held, spool_folder=str(spool))
     foreseeing = callers.submit(copies.foresee, FILE)
     try:
-        eventually(lambda: _used_bytes(spool) >= CHUNK_BYTES, "half of it is there")
+        _eventually(lambda: _used_bytes(spool) >= CHUNK_BYTES, "half of it is there")
         asking = callers.submit(copies.open_path, OTHER)
         with pytest.raises(TimeoutError):
             asking.result(0.5)
     finally:
         half_held.gate.set()
-    foreseeing.result(DEADLINE_SECONDS)
-    assert asking.result(DEADLINE_SECONDS)[1] == CHUNK_BYTES
+    foreseeing.result(SECONDS)
+    assert asking.result(SECONDS)[1] == CHUNK_BYTES
 
 
 def _used_bytes(folder: Path) -> int:

@@ -186,7 +186,7 @@ def test_agent_killed_before_any_effect_of_publishing_publishes_when_asked_again
 ) -> None:
     agent, pod = armed(effect), new_pod()
     refused(lambda: kubelet.publish(pod), grpc.StatusCode.UNAVAILABLE)
-    assert agent.process.wait() == -signal.SIGKILL
+    assert agent.process.wait(30) == -signal.SIGKILL
     agent.start()
     rank = agent.join(socket=kubelet.publish(pod), job=JOB)
     rank.save(1)
@@ -201,7 +201,7 @@ def test_pod_that_goes_while_its_volume_is_half_published_leaves_nothing(
 ) -> None:
     agent, pod = armed(effect), new_pod()
     refused(lambda: kubelet.publish(pod), grpc.StatusCode.UNAVAILABLE)
-    assert agent.process.wait() == -signal.SIGKILL
+    assert agent.process.wait(30) == -signal.SIGKILL
     agent.start()
     kubelet.unpublish(pod)
     assert not kubelet.target(pod).parent.exists()
@@ -216,7 +216,7 @@ def test_agent_killed_before_any_effect_of_removing_removes_when_asked_again(
     kubelet.publish(pod)
     agent = armed(effect)
     refused(lambda: kubelet.unpublish(pod), grpc.StatusCode.UNAVAILABLE)
-    assert agent.process.wait() == -signal.SIGKILL
+    assert agent.process.wait(30) == -signal.SIGKILL
     agent.start()
     kubelet.unpublish(pod)
     assert not kubelet.target(pod).parent.exists()
@@ -436,7 +436,7 @@ def test_agent_in_a_cluster_needs_no_socket_of_its_own(
             rank.save(1)
             rank.wait_committed(1)
             process.terminate()
-            assert process.wait() == 0, (tmp_path / "log").read_text()
+            assert process.wait(60) == 0, (tmp_path / "log").read_text()
         finally:
             process.kill()
             process.wait()

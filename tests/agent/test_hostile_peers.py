@@ -466,7 +466,7 @@ def test_tenant_that_truncates_its_slot_while_it_is_persisted_loses_that_step_al
     ranks.eventually(lambda: list(folder.glob("*")) + list(folder.glob(".*")), "the upload has begun")
     os.ftruncate(descriptor, size)
     os.close(descriptor)
-    ranks.eventually(lambda: 1 in rank.dropped() + rank.committed(), "the step is given up")
+    ranks.eventually(lambda: 1 in rank.dropped() + rank.committed(), "the step is given up", 60)
 
 
 def test_tenant_that_scribbles_into_its_slot_while_it_is_persisted_harms_its_own_step(
@@ -556,7 +556,7 @@ def test_connections_that_never_end_their_requests_cost_few_threads_and_hold_up_
         for page in ("healthz", "readyz", "metrics"):
             for one in silent:
                 _is_closed(one)
-            with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/{page}") as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/{page}", timeout=30) as answer:
                 assert answer.status == 200
             assert process.num_threads() < before + _MANY // 2
         ranks.eventually(lambda: all(map(_is_closed, silent)), "none has more time than a request takes")

@@ -170,8 +170,8 @@ def test_i6_saving_does_not_wait_for_storage_that_cannot_be_reached(agent: Any, 
     waiting = threading.Thread(target=rank.save, args=(4,))  # three steps that are due fill three slots
     waiting.start()
     agent.storage.unlink()
-    rank.wait_committed(3)
-    waiting.join()
+    rank.wait_committed(3, 40)
+    waiting.join(20)
     rank.wait_committed(4)
 
 
@@ -188,8 +188,8 @@ def test_i7_step_that_the_gang_gives_up_is_dropped_whole_and_once(agent: Any, ra
         rank.wait_dropped(1)
     agent.storage.unlink()
     for rank in gang:
-        rank.wait_committed(3)
-        rank.wait_committed(2)
+        rank.wait_committed(3, 40)
+        rank.wait_committed(2, 40)
         assert rank.dropped() == [1]
     assert agent.job().saves.dropped == 1
     assert [found.step for found in catalog.committed_steps(agent.store(), JOB)] == [2, 3]

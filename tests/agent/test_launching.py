@@ -186,7 +186,7 @@ def test_persister_that_is_closed_while_it_starts_does_not_stay() -> None:
         asking = asyncio.create_task(persister.request("steps"))
         await asyncio.sleep(0)  # it is in the middle of it
         await persister.close()
-        await asyncio.wait([asking])
+        await asyncio.wait([asking], timeout=60)
         return asking.exception(), psutil.Process().children()
 
     error, children = asyncio.run(close_early())

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 def samples(port: int) -> dict[str, float]:
     """Each sample by name and labels, as `name{label=value}`."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     found = {}
     for family in families:

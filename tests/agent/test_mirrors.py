@@ -552,4 +552,4 @@ def test_agents_that_end_leave_no_connection_and_no_half(ring: Any, eventually: 
             peer.close()
         agent.process.send_signal(signal.SIGTERM)
     for agent in ring.agents:
-        assert agent.process.wait() == 0, agent.log
+        assert agent.process.wait(60) == 0, agent.log

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from deadline import DEADLINE_SECONDS
 from stepfast_sidecar.persisterprocess import PersisterLost, PersisterProcess
 
 T = TypeVar("T")
 
+_DEADLINE_SECONDS = 120.0
 _CHATTY = """
 import os
 from stepfast_sidecar import persister
@@ -71,7 +71,7 @@ def _with_persister(
             storage, ["--folder", "a/b"], on_lost=on_lost, environment=os.environ, retry_limit_seconds=1
         )
         try:
-            async with asyncio.timeout(DEADLINE_SECONDS):
+            async with asyncio.timeout(_DEADLINE_SECONDS):
                 return await use(persister)
         finally:
             await persister.close()

@@ -180,7 +180,7 @@ def _as_nobody(path: str, *, speaks: bool) -> str:
     )
     try:
         command = [sys.executable, "-c", code, str(folder), os.path.basename(path), "1" if speaks else ""]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=[folder])
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, pass_fds=[folder])
     finally:
         os.close(folder)
     said = done.stdout + done.stderr

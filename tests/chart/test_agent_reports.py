@@ -72,11 +72,11 @@ def test_agent_reports_to_a_cluster_whose_crds_come_later_and_does_what_the_oper
         (tmp_path / "storage").as_uri(), environment={"KUBECONFIG": str(kubeconfig)}, options=["--checkpoint-node"]
     )
     training = train(node)
-    training.save().wait()
+    training.save().wait(timeout_seconds=90)
     wait_until("it says that there are no CRDs", lambda: "are the CRDs of Stepfast installed" in node.log)
 
     server.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(chart.CHART / "crds"))
-    wait_until("all is told", lambda: job().get("latestPersistedStep") == 1)
+    wait_until("all is told", lambda: job().get("latestPersistedStep") == 1, seconds=90)
     found = server.get("checkpointnode", NODE)
     uid = server.get("node", NODE)["metadata"]["uid"]
     assert [(owner["kind"], owner["uid"]) for owner in found["metadata"]["ownerReferences"]] == [("Node", uid)]
@@ -98,7 +98,7 @@ def test_agent_reports_to_a_cluster_whose_crds_come_later_and_does_what_the_oper
         )
     server.kubectl("delete", "checkpointnode", NODE)
     wait_until("it is made again", lambda: job().get("latestPersistedStep") == 1)
-    training.save().wait()
+    training.save().wait(timeout_seconds=90)
     wait_until("the next commit is told", lambda: job()["latestPersistedStep"] == 2)
     ask("Flush", "Save")
     wait_until("the rank is asked to save", lambda: training.checkpointer._link.save_requested)

@@ -81,7 +81,7 @@ class Job:
                 checkpointer.restore(restore)
             values["run"] = run
             for step in steps:
-                checkpointer.save(step).wait()
+                checkpointer.save(step).wait(timeout_seconds=60.0)
         self.runs.append(run)
         return run
 

@@ -64,7 +64,7 @@ def test_recoveries(team: Team) -> None:
             ledger = disturb(job, attempt, kinds[kind])
             recoveries[kind].append(describe_recovery(ledger, list(pod_events(team.cluster.audit(), uid)), attempt))
     finally:
-        team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=600s")
+        team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=150s")
     report = describe(recoveries)
     REPORT.write_text(report)
     print(report)

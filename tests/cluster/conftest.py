@@ -102,7 +102,7 @@ def release(
     yield installed
     if BY_HAND in os.environ:  # the cluster stays, for the next session
         installed.uninstall()
-        cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=600s")
+        cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=180s", timeout_seconds=200)
 
 
 @pytest.fixture(scope="session")

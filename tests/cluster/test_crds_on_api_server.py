@@ -60,7 +60,7 @@ def installed(api_server: Any) -> Iterator[Any]:
 def api(installed: Any) -> Iterator[Api]:
     api = Api(installed.kubeconfig, f"crds-{uuid.uuid4().hex[:8]}")
     for path in (api.jobs(), api.nodes()):
-        wait_until(f"{path} is served", lambda path=path: api.send("GET", path).status == 200)
+        wait_until(f"{path} is served", lambda path=path: api.send("GET", path).status == 200, seconds=60)
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": api.namespace}}
     assert api.send("POST", "/api/v1/namespaces", namespace).status == 201
     yield api

@@ -57,7 +57,7 @@ def wait_for(cluster: Cluster, namespace: str, name: str, path: str, value: str)
     def is_so() -> bool:
         return cluster.kubectl("get", "pod", name, "-n", namespace, "-o", f"jsonpath={{.status.{path}}}") == value
 
-    wait_until(f"pod {name}: {path} is {value}", is_so)
+    wait_until(f"pod {name}: {path} is {value}", is_so, seconds=60)
 
 
 def test_pods_on_two_nodes_reach_each_other_by_the_names_of_a_headless_service(
@@ -168,11 +168,11 @@ def test_a_lost_node_becomes_not_ready_and_comes_back_with_its_pods(cluster: Clu
     node.kill()
     try:
         assert not node.is_running
-        wait_until("node-2 is NotReady", lambda: not node.is_ready())
+        wait_until("node-2 is NotReady", lambda: not node.is_ready(), seconds=60)
         assert cluster.nodes["node-1"].is_ready()
     finally:
         node.start()
-    wait_until("node-2 is Ready", node.is_ready)
+    wait_until("node-2 is Ready", node.is_ready, seconds=60)
     assert cards_of(cluster, node) == cards, "who knows the addresses of before sends into the void for seconds"
     wait_for(cluster, namespace, "there", "containerStatuses[0].restartCount", "1")
     assert "hello" in cluster.kubectl("exec", "-n", namespace, "there", "--", "/bin/busybox", "echo", "hello")
@@ -202,7 +202,7 @@ def test_a_node_without_containerd_is_down_and_says_why(cluster: Cluster) -> Non
     finally:
         node.kill()
         node.start()
-    wait_until("node-2 is Ready", node.is_ready)
+    wait_until("node-2 is Ready", node.is_ready, seconds=60)
 
 
 def test_nodes_share_no_memory_and_no_kubelet_folder(cluster: Cluster) -> None:

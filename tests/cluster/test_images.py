@@ -70,7 +70,7 @@ def test_torch_runs_across_nodes_in_restricted_pods(cluster: Cluster, python_ima
             pods = cluster.get("pods", "-n", namespace)["items"]
             return all(pod["status"].get("phase") in {"Succeeded", "Failed"} for pod in pods)
 
-        wait_until("both ranks have ended", is_over)
+        wait_until("both ranks have ended", is_over, seconds=180)
         for rank in (0, 1):
             assert "sum 3" in cluster.kubectl("logs", "-n", namespace, f"rank-{rank}").splitlines()
 
@@ -89,6 +89,7 @@ def test_pods_reach_the_storage_of_the_tests(cluster: Cluster, cluster_azurite: 
         wait_until(
             "the storage has answered the pod",
             lambda: "HTTP/1.1" in cluster.kubectl("logs", "asker", "-n", namespace),
+            seconds=60,
         )
 
 
@@ -117,4 +118,5 @@ def test_the_projects_own_images_run(cluster: Cluster, images: ProjectImages, im
         wait_until(
             "it has told how it is used",
             lambda: "usage:" in cluster.kubectl("logs", "image", "-n", namespace).lower(),
+            seconds=120,
         )

@@ -23,7 +23,7 @@ def jobs(team: Team) -> Iterator[tuple[Job, Job]]:
         job.wait_for_commit(SAVE_EVERY)
     yield both
     for job in both:
-        team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=600s")
+        team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=150s")
 
 
 def run_in(job: Job, code: str) -> str:

@@ -146,7 +146,7 @@ def train(root: Path, job: str, *steps: int) -> None:
     values = {"STEPFAST_JOB": job, "STEPFAST_STORAGE_URI": root.as_uri(), "STEPFAST_RUN": "r-1"}
     with Checkpointer(environment=read_environment(values), model={"weights": torch.arange(6.0)}) as checkpointer:
         for step in steps:
-            checkpointer.save(step).wait()
+            checkpointer.save(step).wait(timeout_seconds=60.0)
 
 
 def test_status_is_that_of_the_current_namespace(space: Space, stepfast: Stepfast) -> None:
@@ -199,7 +199,7 @@ def test_watch_follows_the_job_to_its_end(space: Space) -> None:
             assert json.loads(process.stdout.readline())["trainerStatus"]["globalStep"] == 41
             space.report(OVER)
             assert json.loads(process.stdout.readline())["state"] == "Failed"
-            assert process.wait() == 1
+            assert process.wait(timeout=60) == 1
         finally:
             process.kill()
 
@@ -215,7 +215,7 @@ def test_watch_ends_when_the_job_is_deleted(space: Space) -> None:
             assert process.stdout is not None
             assert "Running  attempt 1  step 40  persisted 40" in process.stdout.readline()
             space.server.kubectl("delete", CRD, "gpt", "-n", space.name)
-            _, said = process.communicate()
+            _, said = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 2

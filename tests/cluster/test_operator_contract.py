@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from backendcontract import SCENARIOS, Scenario
-from deadline import DEADLINE_SECONDS
+from backendcontract import DEADLINE_SECONDS, SCENARIOS, Scenario
 from stepfast_operator import labels
 from stepfast_operator.backends.base import Backend
 from stepfast_operator.clusterjob import ClusterJob

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from deadline import DEADLINE_SECONDS
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast_operator import labels
 from stepfast_operator.clusterjob import ClusterJob
@@ -71,7 +70,7 @@ def test_job_runs_fails_restarts_and_completes(operator_api: KubernetesClient) -
         assert status.last_failure is not None
         assert (status.last_failure.pod, status.last_failure.exit_code) == ("job-1-0", 7)
         assert await world.pods() == ["job-1-0", "job-2-0"], "the last two attempts' logs can be read"
-        await asyncio.wait_for(operation.events.drain(10), DEADLINE_SECONDS)
+        await asyncio.wait_for(operation.events.drain(10), 15)
         described = operator_api.kubectl("describe", "trainingjob", "job", "-n", world.namespace)
         for reason in ("PodsCreated", "Restarting", "Completed"):
             assert reason in described

@@ -6,7 +6,6 @@ import asyncio
 from datetime import datetime
 from typing import Any
 
-from deadline import DEADLINE_SECONDS
 from stepfast.footprint import ANNOTATION, Footprint
 from stepfast_operator.clusterjob import ClusterJob, parse_job
 from stepfast_operator.record import Condition, ConditionType, State
@@ -79,7 +78,7 @@ def test_job_that_does_not_fit_is_warned_of_before_its_pods_are_made(operator_ap
         # The API server's times are of whole seconds.
         created = datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp()
         assert condition.last_transition_time < created + 1
-        await asyncio.wait_for(operation.events.drain(10), DEADLINE_SECONDS)
+        await asyncio.wait_for(operation.events.drain(10), 15)
         described = operator_api.kubectl("describe", "trainingjob", "job", "-n", world.namespace)
         assert described.count("DoesNotFitMemory") == 1
         assert "one rank takes 15.0 GiB (14.0 GiB reserved + 1.0 GiB CUDA context" in described

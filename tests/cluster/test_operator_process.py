@@ -13,7 +13,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from deadline import DEADLINE_SECONDS
 from stepfast_operator import labels
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.record import State
@@ -31,10 +30,10 @@ SERVER_SECONDS = 300
 Events = list[dict[str, Any]]
 
 
-def play(api: KubernetesClient, scenario: Callable[[World], Awaitable[None]]) -> None:
+def play(api: KubernetesClient, scenario: Callable[[World], Awaitable[None]], *, seconds: float = 240) -> None:
     async def run() -> None:
         async with World.open(api.kubeconfig) as world:
-            await asyncio.wait_for(scenario(world), DEADLINE_SECONDS)
+            await asyncio.wait_for(scenario(world), seconds)
 
     run_to_end(run())
 
@@ -43,7 +42,7 @@ async def reaches(world: World, job: ClusterJob, state: State) -> None:
     async def is_so() -> bool:
         return (await world.status(job)).state is state
 
-    await until(f"{job.job} is {state}", is_so)
+    await until(f"{job.job} is {state}", is_so, seconds=200)
 
 
 async def has_lease(world: World, namespace: str, holder: str) -> bool:
@@ -122,14 +121,14 @@ def test_operator_whose_api_server_is_away_waits_and_begins_anew_in_its_own_proc
         wire.cut()
         with operator_process(tmp_path, kubeconfig, namespace=where, watch=[where]) as operator:
             said = operator.log.read_text
-            await until("it waits", lambda: said().count("TrainingJobs cannot be listed yet") > 1)
+            await until("it waits", lambda: said().count("TrainingJobs cannot be listed yet") > 1, seconds=60)
             assert (operator.health(), operator.health("/readyz")[0]) == ((200, "ok\n"), 503)
             wire.mend()
             await until("it is ready", lambda: operator.health("/readyz") == (200, "ok\n"))
             job = await world.make_job(trainer={"numNodes": 2})
             await world.kubelets.started("job-1-1")
             wire.cut()
-            await until("it knows nothing any more", lambda: "the Lease was lost" in said())
+            await until("it knows nothing any more", lambda: "the Lease was lost" in said(), seconds=60)
             await world.kubelets.end("job-1-0", 7)
             wire.mend()
             await world.kubelets.started("job-2-1")
@@ -139,7 +138,7 @@ def test_operator_whose_api_server_is_away_waits_and_begins_anew_in_its_own_proc
             assert operator.process.poll() is None
             assert await asyncio.to_thread(operator.terminate) == 0
 
-    play_behind_a_wire(operator_api, scenario)
+    play_behind_a_wire(operator_api, scenario, seconds=200)
 
 
 # ---- with the chart's rights

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from backendcontract import DictStore
-from deadline import DEADLINE_SECONDS
 from stepfast.kube import AlreadyExists, Kube
 from stepfast.nodestatus import JobStatus, RankStatus, SaveStatus
 from stepfast.step import JobKey
@@ -55,7 +54,7 @@ def play(api: KubernetesClient, scenario: Callable[[World, Operation, Busy], Awa
             try:
                 operation = await world.operate(busy, namespaces=[world.namespace])
                 await operation.look_after()
-                await asyncio.wait_for(scenario(world, operation, busy), DEADLINE_SECONDS)
+                await asyncio.wait_for(scenario(world, operation, busy), 90)
                 await operation.close()
             finally:
                 await busy.close()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from deadline import DEADLINE_SECONDS
 from stepfast.kube import Forbidden, Kube
 from stepfast_operator.clusterjob import ClusterJob
 from stepfast_operator.record import State, Status
@@ -123,7 +122,7 @@ def test_job_of_an_operator_that_may_not_make_pod_groups_can_be_deleted(operator
             finally:
                 await unwanted.close()
 
-    run_to_end(asyncio.wait_for(run(), DEADLINE_SECONDS))
+    run_to_end(asyncio.wait_for(run(), 90))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def submit(team: Team) -> Iterator[Callable[..., Job]]:
     yield run
     for job in submitted:
         print("\n".join(job.story()))
-        team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=600s")
+        team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=120s")
 
 
 def test_a_job_goes_on_through_an_upgrade(
@@ -53,7 +53,7 @@ def test_a_job_outlives_the_release_and_the_next_one_takes_it_up(
     committed = job.wait_for_commit(2 * SAVE_EVERY)["checkpoint"]["latestPersistedStep"]
     release.uninstall()
     try:
-        wait_until("nothing of the release is left", lambda: not release.pods())
+        wait_until("nothing of the release is left", lambda: not release.pods(), seconds=150)
         assert _phases(job) == {"Running"}
         assert job.document()["spec"]
         assert job.status()["checkpoint"]["latestPersistedStep"] >= committed

@@ -32,7 +32,7 @@ def ended(team: Team) -> Iterator[Callable[[Job], Job]]:
     yield take
     for job in jobs:
         print("\n".join(job.story()))
-        team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=600s")
+        team.cluster.kubectl("delete", "trainingjob", job.name, "-n", team.namespace, "--timeout=120s")
 
 
 def example(team: Team, name: str) -> dict[str, Any]:

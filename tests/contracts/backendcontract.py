@@ -19,6 +19,7 @@ from stepfast_operator.observed import Gang, WorkerPhase
 from stepfast_operator.record import Attempt, State, Status
 
 JOB = "job"
+DEADLINE_SECONDS = 60
 _POLL_SECONDS = 0.01
 
 

@@ -153,7 +153,7 @@ def test_a_store_that_stays_down_is_unavailable_at_the_deadline(azurite: Azurite
     start = time.monotonic()
     with pytest.raises(StorageUnavailable, match="read f/x"):
         opened.read("f/x")
-    assert time.monotonic() - start < 30, "half of what is the deadline where none is given"
+    assert time.monotonic() - start < 5
     opened.close()
 
 

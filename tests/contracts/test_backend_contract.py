@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backendcontract import JOB, SCENARIOS, DictStore, Harness, Scenario
-from deadline import DEADLINE_SECONDS
+from backendcontract import DEADLINE_SECONDS, JOB, SCENARIOS, DictStore, Harness, Scenario
 from stepfast_operator.backends import processes
 from stepfast_operator.backends.base import Backend
 from stepfast_operator.backends.fake import FakeBackend

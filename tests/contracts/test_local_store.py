@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from deadline import DEADLINE_SECONDS
 from stepfast.errors import StorageForbidden, StorageFull, StorageUnavailable, UploadLost
 from stepfast.layout import CHUNK_BYTES
 from stepfast.storage import exclusive, open_store
@@ -280,7 +279,7 @@ def test_create_is_exclusive_without_hard_links(tmp_path: Path, monkeypatch: pyt
     store, start, won = LocalStore(tmp_path), threading.Barrier(8), []
 
     def create(writer: int) -> None:
-        start.wait(DEADLINE_SECONDS)
+        start.wait(30)
         won.append(store.create("a/x", bytes([writer])))
 
     threads = [threading.Thread(target=create, args=(writer,)) for writer in range(8)]
@@ -315,7 +314,9 @@ def test_writer_killed_at_any_effect_leaves_the_old_object_or_the_new(
     if existing:
         store.replace("step/x", b"old")
     size = CHUNK_BYTES + 5
-    child = subprocess.run([sys.executable, "-c", _CHILD, str(tmp_path), operation, moment, str(size)], check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", _CHILD, str(tmp_path), operation, moment, str(size)], timeout=180, check=False
+    )
     assert child.returncode == -signal.SIGKILL
     after = None if operation == "delete" else b"n" * size
     before = b"old" if existing else None

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from deadline import DEADLINE_SECONDS
 from stepfast.errors import ObjectNotFound, StorageForbidden
 from stepfast.layout import CHUNK_BYTES
 from stepfast.storage import Store, open_store
@@ -96,7 +95,7 @@ def test_of_concurrent_creates_exactly_one_wins_and_readers_see_it_whole(exact_s
         contents = [bytes([writer]) * 50_000 for writer in range(8)]
 
         def create(writer: int, path: str = path, start: threading.Barrier = start) -> bool:
-            start.wait(DEADLINE_SECONDS)
+            start.wait(30)
             return exact_store.create(path, bytes([writer]) * 50_000)
 
         with ThreadPoolExecutor(8) as threads:

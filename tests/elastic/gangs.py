@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deadline import DEADLINE_SECONDS
+SECONDS = 600
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "stepfast.torch.elastic_pipeline", "pytest"])
@@ -75,13 +75,13 @@ def _run(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ..
 
 
 def _all_said(pipes: Sequence[Connection]) -> list[tuple[str, Any]]:
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline = time.monotonic() + SECONDS
     said: dict[int, tuple[str, Any]] = {}
     left = dict(enumerate(pipes))
     while left and not any(kind == "death" for kind, _ in said.values()):
         ready = wait(list(left.values()), max(0.0, deadline - time.monotonic()))
         if not ready:
-            said.update(dict.fromkeys(left, ("silence", f"said nothing within {DEADLINE_SECONDS:.0f} seconds")))
+            said.update(dict.fromkeys(left, ("silence", f"said nothing within {SECONDS} seconds")))
             break
         for rank in [rank for rank, pipe in left.items() if pipe in ready]:
             said[rank] = _said(left.pop(rank))
@@ -103,7 +103,7 @@ def _rank(
     torch.set_num_threads(1)
     rank, world_size = place
     try:
-        timeout = timedelta(seconds=DEADLINE_SECONDS)
+        timeout = timedelta(seconds=SECONDS)
         dist.init_process_group("gloo", f"file://{store}", timeout=timeout, rank=rank, world_size=world_size)
         said = "result", function(*arguments)
         dist.barrier()  # none ends while another still talks to it

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
     reason="NOT TESTED: torch sees no GPU here, so nothing of what is copied from one was run",
 )
 
+SECONDS = 120.0
 WIDTH = 1024
 Make = Callable[..., Checkpointer]
 
@@ -119,7 +120,7 @@ def test_state_of_a_gpu_comes_back_bit_for_bit_though_training_goes_on(
         saved = run.checkpointer.save(step)
         for _ in range(3):
             run.train()
-        saved.wait()
+        saved.wait(timeout_seconds=SECONDS)
 
     for step in (8, 3):
         other = Run(make, devices, dtype)
@@ -132,12 +133,12 @@ def test_state_of_a_gpu_comes_back_bit_for_bit_though_training_goes_on(
 def test_save_returns_before_its_copies_are_done(make: Make) -> None:
     run = Run(make)
     run.train()
-    run.checkpointer.save(1).wait()
+    run.checkpointer.save(1).wait(timeout_seconds=SECONDS)
     run.train()
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second in which nothing can be copied
     saved = run.checkpointer.save(2)
     reported = run.checkpointer._report().step
-    saved.wait(Tier.MEMORY)
+    saved.wait(Tier.MEMORY, SECONDS)
 
     assert saved.stall_seconds < 0.5
     assert reported == 1
@@ -147,7 +148,7 @@ def test_save_returns_before_its_copies_are_done(make: Make) -> None:
 def test_parameter_changed_too_early_gives_the_step_up_and_the_next_save_waits(make: Make) -> None:
     run = Run(make)
     run.train()
-    run.checkpointer.save(1).wait()
+    run.checkpointer.save(1).wait(timeout_seconds=SECONDS)
     run.train()
     torch.cuda._sleep(2_000_000_000)
     saved = run.checkpointer.save(2)
@@ -155,10 +156,10 @@ def test_parameter_changed_too_early_gives_the_step_up_and_the_next_save_waits(m
         run.model.layers[0][0].weight.zero_()
     run.train()
     with pytest.raises(CheckpointNotFound, match=r"layers\.0\.0\.weight"):
-        saved.wait()
+        saved.wait(timeout_seconds=SECONDS)
 
     expected = run.copy()
-    run.checkpointer.save(3).wait()
+    run.checkpointer.save(3).wait(timeout_seconds=SECONDS)
     other = Run(make)
     assert other.checkpointer.restore() == 3
     assert_bits(expected, other.copy())
@@ -174,7 +175,7 @@ def test_step_recorded_in_a_graph_is_never_torn(make: Make) -> None:
     with torch.cuda.stream(side):
         optimizer.step()
     torch.cuda.current_stream().wait_stream(side)
-    checkpointer.save(1).wait(Tier.MEMORY)
+    checkpointer.save(1).wait(Tier.MEMORY, SECONDS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.step()
@@ -183,7 +184,7 @@ def test_step_recorded_in_a_graph_is_never_torn(make: Make) -> None:
         expected = weight.detach().cpu().clone()
         saved = checkpointer.save(step)
         graph.replay()
-        saved.wait()
+        saved.wait(timeout_seconds=SECONDS)
         back: dict[str, Any] = {}
         fresh = nn.Parameter(torch.zeros(1 << 22, device="cuda"))
         make(state=back, optimizer=torch.optim.Adam([fresh], capturable=True)).restore(step)
@@ -193,7 +194,7 @@ def test_step_recorded_in_a_graph_is_never_torn(make: Make) -> None:
 def test_slots_are_page_locked(make: Make) -> None:
     run = Run(make)
     run.train()
-    run.checkpointer.save(1).wait()
+    run.checkpointer.save(1).wait(timeout_seconds=SECONDS)
     assert run.checkpointer._link is not None
     maps = run.checkpointer._link.maps._maps.values()
 

@@ -10,7 +10,7 @@ import time
 
 _GATE = os.environ.get("STEPFAST_HELD_WHILE")
 _NAME = os.environ.get("STEPFAST_HELD_NAME")
-_DEADLINE_SECONDS = 600.0
+_DEADLINE_SECONDS = 120.0
 
 
 def _install(gate: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from deadline import DEADLINE_SECONDS
 from stepfast import catalog
 from stepfast.environment import read_environment
 from stepfast.errors import CheckpointNotFound, StorageError
@@ -95,7 +94,7 @@ def test_removed_checkpoint_is_not_found_while_its_step_is_still_there(begin: Be
     save(pointers, "one")
     save(pointers, "two")
     may_go, remove = threading.Event(), pointers.checkpoints.remove
-    monkeypatch.setattr(pointers.checkpoints, "remove", lambda step: may_go.wait(DEADLINE_SECONDS) and remove(step))
+    monkeypatch.setattr(pointers.checkpoints, "remove", lambda step: may_go.wait(60) and remove(step))
     pointers.remove("one", "one")
     assert [found.tag for found in pointers.checkpoints.steps()] == ["one", "two"]
     assert pointers.find("one", "one") is None

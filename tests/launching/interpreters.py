@@ -31,8 +31,6 @@ from pathlib import Path
 
 from forkserver import Request, serve
 
-from deadline import DEADLINE_SECONDS
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
@@ -94,12 +92,7 @@ class Interpreter:
         return str(self._folder / "python")
 
     def run(
-        self,
-        command: Sequence[str],
-        *,
-        cwd: Path,
-        env: Mapping[str, str] | None = None,
-        timeout: float = DEADLINE_SECONDS,
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 600
     ) -> subprocess.CompletedProcess[str]:
         """As `subprocess.run([sys.executable, *command])`, whose text is captured."""
         return self._run(command, cwd, [dict(os.environ if env is None else env)], timeout)[0]
@@ -111,7 +104,7 @@ class Interpreter:
         *,
         cwd: Path,
         env: Mapping[str, str] | None = None,
-        timeout: float = DEADLINE_SECONDS,
+        timeout: float = 600,
     ) -> subprocess.CompletedProcess[str]:
         """As torchrun starts them on one node, with its variables and its store. Once one has failed the others are
         killed. `env`: by default that of a job `local/train` without an agent, with its storage in `cwd`.
@@ -146,7 +139,7 @@ class Interpreter:
         *,
         cwd: Path,
         env: Mapping[str, str] | None = None,
-        timeout: float = DEADLINE_SECONDS,
+        timeout: float = 600,
     ) -> str:
         """Of one without an agent, all of whose ranks end well: as `run_gang`, what they have said."""
         done = self.run_gang(ranks, command, cwd=cwd, env=env, timeout=timeout)

@@ -7,13 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from deadline import eventually
 from stepfast_operator.backends import processes
 from stepfast_operator.backends.memoryfolder import memory_folder
 
@@ -78,7 +78,13 @@ def owned(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def wait_until() -> Callable[..., None]:
-    return eventually
+    def wait(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"never: {what}"
+            time.sleep(0.02)
+
+    return wait
 
 
 class Supervisor:
@@ -97,8 +103,8 @@ class Supervisor:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
 
-    def wait(self) -> int:
-        return self.process.wait()
+    def wait(self, seconds: float = 90.0) -> int:
+        return self.process.wait(timeout=seconds)
 
     def said(self) -> str:
         return self.log.read_text()

@@ -86,7 +86,7 @@ def test_storage_that_stands_still_delays_commits_and_nothing_else(
     root = tmp_path / "storage"
     node = start_node(root.as_uri(), environment=held_storage.environment())
     training = train(node)
-    training.save().wait()
+    training.save().wait(timeout_seconds=90)
     held_storage.hold()
     training.stalls.clear()
     training.save_until(lambda: node.job().saves.dropped > 5, "older steps are given up for newer ones")
@@ -95,7 +95,7 @@ def test_storage_that_stands_still_delays_commits_and_nothing_else(
     with closing(open_store(root.as_uri())) as store:
         assert bench.verify(store) == [1]
         held_storage.release()
-        newest.wait()
+        newest.wait(timeout_seconds=90)
         assert newest.step in bench.verify(store, at_least=[1])
         training.check_history(store)
 
@@ -134,8 +134,8 @@ def test_step_that_is_on_its_way_survives_the_commit_of_a_newer_one(
     with closing(open_store(root.as_uri())) as store:
         upload = store.upload(f"{bench.JOB}/global_step1/state-of-another-node", 1)
         training.step = 1
-        training.save().wait()
-        training.save().wait()  # by now the retention after the first has begun
+        training.save().wait(timeout_seconds=90)
+        training.save().wait(timeout_seconds=90)  # by now the retention after the first has begun
         training.end()
         node.terminate()  # and is over
         upload.put(0, memoryview(b"1"))
@@ -153,7 +153,7 @@ def test_save_waits_for_a_slot_and_goes_on_when_the_storage_heals(
     place = tmpfs("size=64m")
     node = start_node(place.as_uri(), memory_limit=two_slots(bench))
     training = train(node, on_busy=OnBusy.WAIT)
-    training.save().wait()
+    training.save().wait(timeout_seconds=90)
     bench.eventually(lambda: tmpfs.remount(place, "ro"), "nobody writes")
     training.save()
     training.save()
@@ -166,9 +166,9 @@ def test_save_waits_for_a_slot_and_goes_on_when_the_storage_heals(
         assert node.job().saves.count == 3
     finally:
         tmpfs.remount(place, "rw")
-        saving.join()
+        saving.join(90)
     assert not saving.is_alive()
-    training.checkpointer.close()
+    training.checkpointer.close(timeout_seconds=90)
     with closing(open_store(place.as_uri())) as store:
         # A close waits for the newest step alone.
         bench.eventually(lambda: bench.committed(store) == [1, 2, 3, 4], "what was held up is committed too")
@@ -192,9 +192,9 @@ def test_state_larger_than_memory_goes_on_where_the_disk_was_full(
         bench.eventually(lambda: re.search(says, node.error or ""), "the status says why")
     finally:
         tmpfs.remount(place, "size=128m")
-        saving.join()
+        saving.join(90)
     assert not saving.is_alive()
-    training.checkpointer.close()
+    training.checkpointer.close(timeout_seconds=90)
     assert node.error is None
     with closing(open_store(place.as_uri())) as store:
         assert bench.verify(store) == [1]
@@ -214,9 +214,9 @@ for line in sys.stdin:
         saves[step] = checkpointer.save(int(step))
         said = [saves[step].saved, saves[step].stall_seconds]
     elif command == "wait":
-        saves[step].wait()
+        saves[step].wait(timeout_seconds=90)
     else:
-        checkpointer.close()
+        checkpointer.close(timeout_seconds=90)
     print(json.dumps(said), flush=True)
 """
 

@@ -76,7 +76,7 @@ def test_container_that_is_missing_is_named_and_used_once_it_is_there(
     newest = training.save()
 
     cloud.create(f"{cloud.container}-late")
-    newest.wait()
+    newest.wait(timeout_seconds=90)
     with closing(open_store(uri, options=cloud.options)) as store:
         assert newest.step in bench.verify(store)
         training.check_history(store)
@@ -88,14 +88,14 @@ def test_slow_service_delays_commits_and_nothing_else(
 ) -> None:
     node = start_node(cloud.uri, environment=cloud.environment, options=())  # as patient as agents are
     training = train(node)
-    training.save().wait()
+    training.save().wait(timeout_seconds=90)
     cloud.proxy.break_down("slow")
     training.stalls.clear()
     for _ in range(30):
         newest = training.save()
         assert node.error is None
     assert max(training.stalls) < bench.STALL_SECONDS
-    newest.wait()
+    newest.wait(timeout_seconds=90)
     assert newest.step in bench.verify(cloud.store, at_least=[1])
     cloud.proxy.heal()
     training.check_history(cloud.store)
@@ -105,7 +105,7 @@ def test_steps_whose_manifest_was_refused_are_all_committed_once_it_heals(
     cloud: Cloud, node: Any, train: Callable[..., Any], bench: Any
 ) -> None:
     training = train(node)
-    training.save().wait()
+    training.save().wait(timeout_seconds=90)
     cloud.proxy.break_down("403", matching="manifest.json")
     parted = []
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_steps_whose_manifest_was_refused_are_all_committed_once_it_heals(
 
     cloud.proxy.heal()
     for saved in parted:
-        saved.wait()
+        saved.wait(timeout_seconds=90)
     assert bench.verify(cloud.store) == [1, 2, 3, 4]
     bench.eventually(lambda: node.error is None, "the status forgets the failure")
     assert node.job().latest_persisted_step == 4

@@ -45,8 +45,8 @@ def node(cloud: Cloud, start_node: Callable[..., Any], train: Callable[..., Any]
     node = start_node(cloud.uri, environment=cloud.environment)
     training = train(node)
     for _ in range(2):
-        training.save().wait()
-    training.checkpointer.close()
+        training.save().wait(timeout_seconds=90)
+    training.checkpointer.close(timeout_seconds=90)
     node.run = f"{node.run.rpartition('-')[0]}-2"
     cloud.proxy.requests.clear()
     return node
@@ -114,7 +114,7 @@ def test_storage_that_is_a_folder_needs_no_copies(
 ) -> None:
     node = start_node(tmp_path.as_uri())
     training = train(node)
-    training.save().wait()
+    training.save().wait(timeout_seconds=90)
     training.checkpointer.close()
     _forget(node)
     announce(node.environment_of())

@@ -19,7 +19,6 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from deadline import DEADLINE_SECONDS
 from stepfast.step import JobKey
 from stepfast_operator.backends.statefolder import StateFolder, document_of
 from stepfast_operator.jobcommands.errors import JobDeleted
@@ -381,7 +380,7 @@ def test_watch_sees_a_job_that_changes_and_one_that_goes(stepfast: Stepfast, tmp
                 (state.path / "status.json").unlink()
 
     with pytest.raises(JobDeleted, match="local/gpt is gone"):
-        asyncio.run(asyncio.wait_for(follow(), DEADLINE_SECONDS))
+        asyncio.run(asyncio.wait_for(follow(), timeout=60))
     assert seen == ["Running", "Complete"]
 
 

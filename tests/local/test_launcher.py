@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from deadline import eventually
-
 Launcher = subprocess.Popen[bytes]
 
 SCRIPT = """
@@ -183,12 +181,13 @@ def test_ranks_meet_again_after_a_restart_in_place(launchers: Launchers, tmp_pat
 
 
 def test_failure_after_a_restart_in_place_is_told_and_not_the_one_before_it(
-    launchers: Launchers, tmp_path: Path
+    launchers: Launchers, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
     port = free_port()
     nodes = [start_node(launchers, node, port, failing_launches="0,1") for node in (0, 1)]
     # The other one's rank waits for ever.
-    [failed] = eventually(lambda: [node for node in nodes if node.poll() is not None], "a node ends")
+    wait_until(lambda: any(node.poll() is not None for node in nodes), "a node ends", seconds=600)
+    [failed] = [node for node in nodes if node.returncode is not None]
     said = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("termination-*.json"))]
     assert failed.returncode == 4
     assert 4 in [document["exitCode"] for document in said]

@@ -48,9 +48,9 @@ if command == "save":
         optimizer.step()
         state["large"].view(torch.int16).random_(-30000, 30000)
         state["note"] = f"at step {step}"
-        checkpointer.save(step).wait()
+        checkpointer.save(step).wait(timeout_seconds=60)
     print(json.dumps([3, digest()]))
-    checkpointer.close()
+    checkpointer.close(timeout_seconds=60)
 else:
     model(torch.randn(1, 64)).sum().backward()
     optimizer.step()
@@ -72,6 +72,7 @@ def work(node: Any, command: str, size_bytes: int) -> list[Any]:
         env=node.rank_environment(),
         capture_output=True,
         text=True,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

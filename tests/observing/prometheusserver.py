@@ -7,10 +7,12 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deadline import eventually
+DEADLINE_SECONDS = 60.0
 
 
 def program(name: str) -> str:
@@ -65,7 +67,7 @@ class Prometheus:
     def _ask(self, path: str, **values: str) -> Any:
         url = f"{self.address}/api/v1/{path}?{urllib.parse.urlencode(values)}"
         try:
-            with urllib.request.urlopen(url) as answer:
+            with urllib.request.urlopen(url, timeout=30) as answer:
                 return json.loads(answer.read())["data"]
         except urllib.error.HTTPError as refused:
             raise ValueError(f"{values}: {json.loads(refused.read())['error']}") from refused
@@ -116,9 +118,19 @@ def running_prometheus(
 
 def promtool(*words: str, folder: Path) -> str:
     """What it says. Raises AssertionError with that when it finds fault."""
-    done = subprocess.run([program("promtool"), *words], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [program("promtool"), *words], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def eventually(condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
+    """Waits until the condition holds; fails when it does not within the deadline."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        pause.wait(0.05)
 
 
 def free_port() -> int:

@@ -199,7 +199,7 @@ class Story:
         await world.kubelets.started("job-1-0")
         first = await self._train(job, 1)
         for _ in range(3):
-            await asyncio.to_thread(lambda: first.save().wait())
+            await asyncio.to_thread(lambda: first.save().wait(timeout_seconds=60))
         await asyncio.to_thread(first.save)  # not due yet: memory alone has it when its rank dies
         first.checkpointer.step(5)
         await self._reaches(world, job, lambda status: status.trainer_status.global_step == 5)
@@ -210,7 +210,7 @@ class Story:
         second = await self._train(job, 2, resume_step=4)
         assert await asyncio.to_thread(second.checkpointer.restore) == 4
         second.step = 4
-        await asyncio.to_thread(lambda: second.save().wait())
+        await asyncio.to_thread(lambda: second.save().wait(timeout_seconds=60))
         await self._reaches(world, job, lambda status: bool(status.recoveries[-1].duration_seconds))
         for step in (6, 7):
             second.checkpointer.step(step, metrics=ANATOMY)
@@ -260,7 +260,7 @@ class Story:
         async def holds() -> bool:
             return is_so(await world.status(job))
 
-        await until(f"{job.job} is so", holds)
+        await until(f"{job.job} is so", holds, seconds=90)
 
     async def _scraped(self, expr: str, times: int) -> None:
         """Until the series were there in so many scrapes or evaluations."""
@@ -269,7 +269,7 @@ class Story:
             found = await asyncio.to_thread(self._prometheus.query, f"count_over_time(({expr})[2m:1s])")
             return bool(found) and all(float(each["value"][1]) >= times for each in found)
 
-        await until(f"{expr} was scraped {times} times", holds)
+        await until(f"{expr} was scraped {times} times", holds, seconds=90)
 
 
 def asked(expr: str, namespace: str, *, is_any: bool) -> str:

@@ -19,7 +19,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
-from deadline import DEADLINE_SECONDS
+DEADLINE_SECONDS = 20
 
 
 class Browser:

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client
 
-from deadline import DEADLINE_SECONDS
 from stepfast.kube import Kube, Patience
 
 BUSY = 20  # requests at once
 IDLE_SECONDS = 0.2
+SECONDS = 60.0
 
 
 class Server:
@@ -57,10 +57,7 @@ async def served(server: Server) -> AsyncIterator[tuple[str, web.Server]]:
 
 def connected(address: str) -> Kube:
     patience = Patience(
-        connect_seconds=DEADLINE_SECONDS,
-        read_seconds=DEADLINE_SECONDS,
-        change_seconds=DEADLINE_SECONDS,
-        idle_seconds=IDLE_SECONDS,
+        connect_seconds=SECONDS, read_seconds=SECONDS, change_seconds=SECONDS, idle_seconds=IDLE_SECONDS
     )
     return Kube(client.Configuration(host=address), patience)
 
@@ -72,7 +69,7 @@ def test_connections_of_a_busy_spell_go_while_requests_come_now_and_then() -> No
             try:
                 await asyncio.gather(*(kube.get("/together") for _ in range(BUSY)))
                 assert len(server.connections) == BUSY
-                async with asyncio.timeout(DEADLINE_SECONDS):
+                async with asyncio.timeout(SECONDS):
                     while len(server.connections) > BUSY // 4:
                         await kube.get("/lease")
                         await asyncio.sleep(IDLE_SECONDS / 2)

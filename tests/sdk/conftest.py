@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,20 +23,29 @@ import psutil
 import pytest
 import torch
 
-from deadline import DEADLINE_SECONDS, eventually
 from interpreters import TORCH
 from stepfast.admission import Interval
 from stepfast.environment import Environment
 from stepfast.step import JobKey, OnBusy
 from stepfast.torch import Checkpointer
 
+DEADLINE_SECONDS = 180.0
 JOB = JobKey(namespace="local", name="training")
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
+    """The condition's first true value; fails the test when there is none within the deadline."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.005)
+    return value
 
 
 @pytest.fixture(scope="session")
 def until() -> Callable[..., Any]:
     """`until(condition, what)`: waits for it, with a deadline."""
-    return eventually
+    return wait_until
 
 
 # ---------------------------------------------------------------- one process
@@ -204,7 +214,7 @@ class RunningAgent:
         command += ["--memory-dir", str(self.memory), "--memory-limit", str(self.limit_bytes), "--node", "n"]
         with (self.folder / "agent.log").open("ab") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output)
-        eventually(self._is_up, "the agent's socket")
+        wait_until(self._is_up, "the agent's socket")
         return self
 
     def _is_up(self) -> bool:
@@ -352,12 +362,12 @@ class Launcher:
 
     def run(
         self, script: str | Path, *arguments: str, ranks: int, agent: RunningAgent | None = None, attempt: int = 1,
-        **variables: str,
+        timeout_seconds: float = 300.0, **variables: str,
     ) -> Finished:  # fmt: skip
         """Runs it to its end."""
         path = script if isinstance(script, Path) else self.write(script)
         environment = self.variables(agent, attempt, variables)
-        done = TORCH.run_gang(ranks, [str(path), *arguments], cwd=self.folder, env=environment)
+        done = TORCH.run_gang(ranks, [str(path), *arguments], cwd=self.folder, env=environment, timeout=timeout_seconds)
         return Finished(code=done.returncode, output=done.stdout + done.stderr)
 
     def end(self, process: subprocess.Popen[str]) -> None:

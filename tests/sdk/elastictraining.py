@@ -44,7 +44,7 @@ class Replicated:
         return self._checkpointer.restore()
 
     def save(self, step: int) -> None:
-        self._checkpointer.save(step).wait()
+        self._checkpointer.save(step).wait(timeout_seconds=60)
 
 
 class Sharded:

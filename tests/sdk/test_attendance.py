@@ -131,7 +131,7 @@ dist.barrier()
 
 
 def test_rank_that_asks_for_the_latest_before_it_saves_keeps_nobody_waiting(launcher: Any) -> None:
-    finished = launcher.run(ASK_BEFORE, ranks=2)
+    finished = launcher.run(ASK_BEFORE, ranks=2, timeout_seconds=100.0)
     assert finished.code == 0, finished.output
     assert finished.output.count("LATEST 3") == 2, finished.output
 

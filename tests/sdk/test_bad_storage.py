@@ -36,14 +36,14 @@ from stepfast.torch import Checkpointer
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 ckpt = Checkpointer(state={"rank": rank})
-ckpt.save(1).wait()
+ckpt.save(1).wait(timeout_seconds=60.0)
 obstacle = Path(os.environ["FOLDER"], data_path(2, os.environ["STEPFAST_RUN"], "state", 1, 2))
 if rank == 1:
     (obstacle / "in the way").mkdir(parents=True)
 dist.barrier()
 ckpt.save(2)
 dist.barrier()
-ckpt.save(3).wait()
+ckpt.save(3).wait(timeout_seconds=60.0)
 if rank == 0:
     print("steps", [found.step for found in ckpt.steps()], flush=True)
 ckpt.close()
@@ -56,14 +56,14 @@ def test_agent_that_went_with_its_memory_is_used_again_once_it_is_back(
 ) -> None:
     agent = start_agent()
     checkpointer = bench.make(bench.environment(socket=agent.socket), state={"a": torch.ones(1000)})
-    checkpointer.save(1).wait()
+    checkpointer.save(1).wait(timeout_seconds=60.0)
     agent.process.terminate()  # in order: all is committed, so its memory is removed
-    assert agent.process.wait() == 0
+    assert agent.process.wait(60) == 0
     for slot in agent.memory.rglob("slot-*"):
         slot.unlink()
     agent.start()
     for step in (2, 3, 4):
-        checkpointer.save(step).wait()
+        checkpointer.save(step).wait(timeout_seconds=60.0)
 
     assert [found.step for found in checkpointer.steps()] == [1, 2, 3, 4]
     assert sum("went away" in record.message for record in caplog.records) == 1
@@ -75,7 +75,7 @@ def test_metrics_beyond_what_a_heartbeat_carries_do_not_end_training(
     checkpointer = bench.make(bench.environment(socket=start_agent().socket), state={})
     for step in (1, 2):
         checkpointer.step(step, metrics={"loss": 0.5, "x" * 100: 1.0, **{f"m{i}": float(i) for i in range(100)}})
-    checkpointer.save(2).wait()
+    checkpointer.save(2).wait(timeout_seconds=60.0)
 
     assert sum("metrics" in record.message for record in caplog.records) == 1
 
@@ -85,7 +85,7 @@ def test_storage_that_fails_does_not_end_training(
 ) -> None:
     state = {"a": torch.zeros(10)}
     checkpointer = any_bench.make(state=state)
-    checkpointer.save(1).wait()
+    checkpointer.save(1).wait(timeout_seconds=30.0)
     obstacle = file_in_the_way(any_bench.folder)
     obstacle.place()
     with caplog.at_level(logging.ERROR, "stepfast"):
@@ -96,8 +96,8 @@ def test_storage_that_fails_does_not_end_training(
         checkpointer.step(3)
     obstacle.heal()
     state["a"].fill_(4.0)
-    checkpointer.save(4).wait()
-    checkpointer.close()
+    checkpointer.save(4).wait(timeout_seconds=60.0)
+    checkpointer.close(timeout_seconds=60.0)
 
     assert "step 2" in caplog.text
     back: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def test_close_tells_that_the_newest_save_is_not_committed(
     any_bench: Any, file_in_the_way: Callable[[Path], Any]
 ) -> None:
     checkpointer = any_bench.make(state={"a": torch.zeros(10)})
-    checkpointer.save(1).wait()
+    checkpointer.save(1).wait(timeout_seconds=30.0)
     obstacle = file_in_the_way(any_bench.folder)
     obstacle.place()
     checkpointer.save(2)
@@ -140,9 +140,9 @@ def test_save_that_failed_long_ago_is_not_taken_for_committed(
     saves += [checkpointer.save(step) for step in range(2, 103)]
 
     with pytest.raises(CheckpointNotFound, match="step 1 is not committed"):
-        saves[1].wait()
-    saves[0].wait()
-    saves[2].wait()
+        saves[1].wait(timeout_seconds=30.0)
+    saves[0].wait(timeout_seconds=30.0)
+    saves[2].wait(timeout_seconds=30.0)
 
 
 @pytest.mark.parametrize("call", ["step", "save"])
@@ -170,16 +170,16 @@ def test_agent_killed_in_the_middle_comes_back_and_later_steps_commit(
     state = {"a": torch.zeros(1000)}
     checkpointer = bench.make(bench.environment(socket=agent.socket), state=state, interval=every(steps=100))
     for step in (1, 2, 3):
-        checkpointer.save(step).wait()
+        checkpointer.save(step).wait(timeout_seconds=30.0)
     checkpointer.save(4)
     agent.kill()
     for step in range(5, 9):
         assert checkpointer.step(step, metrics={"loss": 1.0}) is None
     agent.start()
     state["a"].fill_(9.0)
-    checkpointer.save(9).wait()
+    checkpointer.save(9).wait(timeout_seconds=60.0)
     checkpointer.save(10)
-    checkpointer.close()
+    checkpointer.close(timeout_seconds=60.0)
 
     back: dict[str, Any] = {}
     reader = bench.make(state=back)
@@ -198,11 +198,11 @@ def test_agent_that_stays_away_is_done_without(
     agent = start_agent()
     state = {"a": torch.zeros(1000)}
     checkpointer = bench.make(bench.environment(socket=agent.socket), state=state)
-    checkpointer.save(1).wait()
+    checkpointer.save(1).wait(timeout_seconds=30.0)
     agent.end()
     state["a"].fill_(2.0)
     with caplog.at_level(logging.ERROR, "stepfast"):
-        checkpointer.save(2).wait()
+        checkpointer.save(2).wait(timeout_seconds=30.0)
         checkpointer.save(3)
         checkpointer.close(timeout_seconds=10.0)
 
@@ -232,7 +232,9 @@ def test_process_that_ends_without_close_loses_nothing(  # noqa: PLR0917  # fixt
         "STEPFAST_SOCKET": shared_agent.socket, "STEPFAST_JOB": job, "STEPFAST_RUN": "r-1",
         "STEPFAST_STORAGE_URI": bench.storage.as_uri(), "STEPFAST_SETTINGS": '{"persistIntervalSeconds": 3600}',
     }  # fmt: skip
-    ended = subprocess.run([sys.executable, script], env=variables, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, script], env=variables, capture_output=True, text=True, timeout=180, check=False
+    )
 
     assert ended.returncode == code, ended.stderr
     until((bench.storage / job / "global_step3" / "manifest.json").exists, "the commit of step 3")
@@ -245,7 +247,9 @@ def test_interpreter_ends_at_once_without_close_or_agent(bench: Any, tmp_path: P
         "STEPFAST_STORAGE_URI": bench.storage.as_uri(),
         "STEPFAST_JOB": "local/training",
     }
-    ended = subprocess.run([sys.executable, script], env=variables, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, script], env=variables, capture_output=True, text=True, timeout=180, check=False
+    )
 
     assert (ended.returncode, ended.stderr) == (0, "")
     assert bench.make(state={}).restore() == 3

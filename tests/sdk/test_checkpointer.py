@@ -47,7 +47,7 @@ def test_steps_are_saved_as_the_interval_says(interval: Interval, expected: list
         saved = checkpointer.step(step, metrics={"loss": torch.tensor(1.0), "other": float("nan")})
         assert (saved is not None) is (step in expected)
         if saved is not None:
-            saved.wait()
+            saved.wait(timeout_seconds=30.0)
 
     assert numbers(any_bench) == expected
 
@@ -105,7 +105,7 @@ def test_training_goes_on_where_it_was(any_bench: Any) -> None:
     checkpointer = any_bench.make(**first)
     for _ in range(3):
         train(first)
-    checkpointer.save(3).wait()
+    checkpointer.save(3).wait(timeout_seconds=30.0)
     train(first)
 
     second = build()
@@ -128,7 +128,7 @@ def test_random_generators_continue_identically(any_bench: Any) -> None:
 
     random.gauss(0, 1)  # the second of a pair is kept for the next call
     np.random.randn()
-    any_bench.make(none={}).save(1).wait()
+    any_bench.make(none={}).save(1).wait(timeout_seconds=30.0)
     expected = [draw() for _ in range(3)]
     random.seed(99)
     np.random.seed(99)
@@ -153,7 +153,7 @@ def test_older_step_is_restored_when_asked_for(any_bench: Any) -> None:
     checkpointer = any_bench.make(state=state)
     for step in (2, 4, 6):
         state["step"] = step
-        checkpointer.save(step).wait()
+        checkpointer.save(step).wait(timeout_seconds=30.0)
 
     assert [checkpointer.restore(step) for step in (4, 2, 6)] == [4, 2, 6]
     assert checkpointer.restore(step=4) == 4
@@ -170,13 +170,13 @@ def test_training_that_goes_on_from_an_older_step_supersedes_the_newer_ones(
     with any_bench.make(state=first, interval=every(steps=5)) as checkpointer:
         assert [step for step in range(1, 9) if checkpointer.step(step)] == [5]
         for step in (8, 10, 12):
-            checkpointer.save(step).wait()
+            checkpointer.save(step).wait(timeout_seconds=30.0)
     checkpointer = any_bench.make(state=second, interval=every(steps=5))
     assert checkpointer.restore(step=5) == 5
     until(lambda: numbers(any_bench) == [5, 8, 10, 12], "all commits; who only looks changes nothing")
     second["history"] = 2
     assert [step for step in range(6, 12) if checkpointer.step(step)] == [10]
-    checkpointer.save(11).wait()
+    checkpointer.save(11).wait(timeout_seconds=30.0)
 
     until(lambda: numbers(any_bench) == [5, 10, 11], "the commit of the step that was not waited for")
     assert len(list(any_bench.folder.glob("*/manifest-superseded-*.json"))) == 3
@@ -188,9 +188,9 @@ def test_training_that_goes_on_from_an_older_step_supersedes_the_newer_ones(
 def test_training_that_never_restores_begins_a_history_of_its_own(any_bench: Any) -> None:
     with any_bench.make(state={"history": 1}) as checkpointer:
         for step in (1, 2, 3):
-            checkpointer.save(step).wait()
+            checkpointer.save(step).wait(timeout_seconds=30.0)
     with any_bench.make(state={"history": 2}) as checkpointer:
-        checkpointer.save(2).wait()
+        checkpointer.save(2).wait(timeout_seconds=30.0)
 
     assert numbers(any_bench) == [2]
     back = {"history": 0}
@@ -211,7 +211,7 @@ def test_damaged_step_is_saved_anew_when_training_comes_to_it_again(any_bench: A
     state = {"version": 1}
     with any_bench.make(state=state) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step).wait()
+            checkpointer.save(step).wait(timeout_seconds=30.0)
     (any_bench.step_folder(2) / "manifest.json").write_text("{}")
     with any_bench.make(state=state) as checkpointer:
         assert checkpointer.restore() == 1
@@ -225,7 +225,7 @@ def test_damaged_step_is_saved_anew_when_training_comes_to_it_again(any_bench: A
 def test_step_before_one_that_this_run_saved_is_refused(any_bench: Any) -> None:
     checkpointer = any_bench.make(state={})
     for step in (1, 5):
-        checkpointer.save(step).wait()
+        checkpointer.save(step).wait(timeout_seconds=30.0)
     checkpointer.restore(step=1)
 
     for call in (checkpointer.step, checkpointer.save):
@@ -235,7 +235,7 @@ def test_step_before_one_that_this_run_saved_is_refused(any_bench: Any) -> None:
 
 
 def test_step_zero_is_saved_and_restored_like_any_other(any_bench: Any) -> None:
-    any_bench.make(state={"weights": torch.ones(3)}).save(0).wait()
+    any_bench.make(state={"weights": torch.ones(3)}).save(0).wait(timeout_seconds=30.0)
     state = {"weights": torch.zeros(3)}
 
     assert any_bench.make(state=state).restore() == 0
@@ -247,24 +247,24 @@ def test_second_checkpointer_of_one_run_is_refused_until_the_first_is_closed(any
     first = any_bench.make(environment, model={})
     with pytest.raises(CheckpointerOpen, match="give all objects to one"):
         any_bench.make(environment, optimizer={})
-    first.save(1).wait()
+    first.save(1).wait(timeout_seconds=30.0)
     first.close()
-    any_bench.make(environment, model={}).save(2).wait()
+    any_bench.make(environment, model={}).save(2).wait(timeout_seconds=30.0)
 
     assert numbers(any_bench) == [1, 2]
 
 
 def test_next_checkpointer_of_a_run_goes_on_from_what_the_first_has_saved(any_bench: Any) -> None:
-    any_bench.make(state={}).save(2).wait()
+    any_bench.make(state={}).save(2).wait(timeout_seconds=30.0)
     environment = any_bench.environment(resume_step=2)
     first = any_bench.make(environment, state={})
     assert first.restore() == 2
-    first.save(3).wait()
+    first.save(3).wait(timeout_seconds=30.0)
     first.close()
 
     second = any_bench.make(environment, state={})
     assert second.restore() == 3
-    second.save(4).wait()
+    second.save(4).wait(timeout_seconds=30.0)
     assert numbers(any_bench) == [2, 3, 4]
 
 
@@ -272,7 +272,7 @@ def test_relative_storage_is_a_folder_from_here_with_an_agent_too(
     any_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    any_bench.make(storage_uri="from here", state={}).save(1).wait()
+    any_bench.make(storage_uri="from here", state={}).save(1).wait(timeout_seconds=30.0)
 
     assert len(list((tmp_path / "from here").rglob("manifest.json"))) == 1
 
@@ -335,7 +335,7 @@ def test_tensor_that_does_not_fit_is_replaced_in_a_dict(bench: Any) -> None:
 
 
 def test_missing_object_is_a_mismatch_that_names_it(any_bench: Any) -> None:
-    any_bench.make(model=nn.Linear(2, 2), extra={}).save(3).wait()
+    any_bench.make(model=nn.Linear(2, 2), extra={}).save(3).wait(timeout_seconds=30.0)
 
     with pytest.raises(CheckpointMismatch, match=r"step 3 .*optimizer"):
         any_bench.make(model=nn.Linear(2, 2), optimizer={}).restore()
@@ -401,11 +401,11 @@ def test_step_saved_twice_stays_what_it_was_first(any_bench: Any) -> None:
     first = checkpointer.step(1)
     state["version"].fill_(1.0)
     second = checkpointer.save(1)
-    first.wait()
+    first.wait(timeout_seconds=30.0)
     state["version"].fill_(2.0)
     third = checkpointer.save(1)
     for saved in (second, third):
-        saved.wait()
+        saved.wait(timeout_seconds=30.0)
     state["version"].fill_(3.0)
     checkpointer.save(2)
     checkpointer.close()
@@ -447,7 +447,7 @@ def test_close_commits_the_newest_save(any_bench: Any) -> None:
     checkpointer = any_bench.make(environment, state={})
     for step in (1, 2, 3, 4):
         checkpointer.save(step)
-    checkpointer.close()
+    checkpointer.close(timeout_seconds=30.0)
     checkpointer.close()
 
     assert numbers(any_bench)[-1] == 4
@@ -456,7 +456,7 @@ def test_close_commits_the_newest_save(any_bench: Any) -> None:
 def test_older_steps_are_removed_as_the_launcher_says(any_bench: Any, until: Callable[..., Any]) -> None:
     with any_bench.make(any_bench.environment(max_to_keep=2), state={}) as checkpointer:
         for step in (1, 2, 3, 4, 5):
-            checkpointer.save(step).wait()
+            checkpointer.save(step).wait(timeout_seconds=30.0)
 
     until(lambda: numbers(any_bench) == [4, 5], "retention")
 
@@ -467,18 +467,18 @@ def test_saved_tells_what_it_cost(any_bench: Any) -> None:
     assert (saved.step, saved.saved) == (7, True)
     assert 0.0 < saved.stall_seconds < 30.0
     saved.wait(Tier.MEMORY)
-    saved.wait()
+    saved.wait(timeout_seconds=30.0)
 
 
 def test_forked_child_leaves_the_connection_alone(any_bench: Any) -> None:
     state = {"a": torch.ones(10)}
     checkpointer = any_bench.make(state=state)
-    checkpointer.save(1).wait()
+    checkpointer.save(1).wait(timeout_seconds=30.0)
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    checkpointer.save(2).wait()
+    checkpointer.save(2).wait(timeout_seconds=30.0)
 
     assert numbers(any_bench) == [1, 2]
 
@@ -487,8 +487,8 @@ def test_data_loader_workers_leave_the_connection_alone(any_bench: Any) -> None:
     checkpointer = any_bench.make(state={"a": torch.ones(10)})
     loader = torch.utils.data.DataLoader(range(8), num_workers=2, multiprocessing_context="fork")
     for step, _ in enumerate(loader, start=1):
-        checkpointer.save(step).wait()
-    checkpointer.save(100).wait()
+        checkpointer.save(step).wait(timeout_seconds=30.0)
+    checkpointer.save(100).wait(timeout_seconds=30.0)
 
     assert numbers(any_bench) == [*range(1, 9), 100]
 

@@ -27,7 +27,7 @@ ckpt = Checkpointer(state=state, replicated=["state"])
 for step in (5, 10):
     state["big"].fill_(step)
     state["small"].fill_(step)
-    ckpt.save(step).wait()
+    ckpt.save(step).wait(timeout_seconds=60)
 ckpt.close()
 dist.barrier()
 dist.destroy_process_group()
@@ -45,7 +45,7 @@ ckpt = Checkpointer(state=state)
 if sys.argv[1] == "save":
     for step in (5, 10):
         state["own"].fill_(step + rank)
-        ckpt.save(step).wait()
+        ckpt.save(step).wait(timeout_seconds=60)
 else:
     try:
         ckpt.restore(step=10)
@@ -165,7 +165,7 @@ def held(start_agent: Callable[..., Any], bench: Any) -> tuple[Any, Any]:
     state = {"a": torch.arange(100_000.0)}
     with bench.make(state=state) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step).wait()
+            checkpointer.save(step).wait(timeout_seconds=30.0)
     return agent, bench
 
 
@@ -202,7 +202,7 @@ def test_slot_that_was_cut_short_is_made_anew_for_the_next_save(held: tuple[Any,
     with bench.make(state=state) as checkpointer:
         assert checkpointer.restore() == 2
         state["a"] += 1
-        checkpointer.save(3).wait()
+        checkpointer.save(3).wait(timeout_seconds=30.0)
 
     assert min(slot.stat().st_size for slot in slots(agent)) > state["a"].nbytes
     assert bench.make(state=state).restore() == 3

@@ -16,7 +16,9 @@ import stepfast.torch
 
 
 def fresh(code: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=True)
+    return subprocess.run(
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=180, check=True
+    )
 
 
 def test_import_takes_no_third_party_package() -> None:

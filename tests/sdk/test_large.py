@@ -18,7 +18,7 @@ def test_twenty_thousand_small_tensors_come_back(shared_agent: Any, any_bench: A
     checkpointer.save(1)
     for tensor in state.values():
         tensor.add_(1.0)
-    checkpointer.save(2).wait()
+    checkpointer.save(2).wait(timeout_seconds=60.0)
     back: dict[str, Any] = {}
 
     assert any_bench.make(state=back).restore() == 2
@@ -39,12 +39,12 @@ def test_large_tensors_come_back_wherever_in_a_cache_line_they_begin(
             state[f"{dtype}.{odd}"] = values
     state["weight"] = torch.nn.Parameter(torch.rand(300_003, generator=generator))
     checkpointer = bench.make(state=state)
-    checkpointer.save(1).wait()
+    checkpointer.save(1).wait(timeout_seconds=60.0)
     state["torch.float32.5"] = state["torch.float32.5"].t().contiguous().t()  # of the same shape, laid out otherwise
     with torch.no_grad():
         for tensor in state.values():
             tensor.add_(1)
-    checkpointer.save(2).wait()
+    checkpointer.save(2).wait(timeout_seconds=60.0)
     back: dict[str, Any] = {}
 
     assert bench.make(state=back).restore() == 2
@@ -62,7 +62,7 @@ def test_tensor_of_three_gibibytes_comes_back(start_agent: Callable[..., Any], b
     for number, place in enumerate(places, start=1):
         state["large"][place] = number
     checkpointer = bench.make(state=state)
-    checkpointer.save(1).wait()
+    checkpointer.save(1).wait(timeout_seconds=120.0)
     bench.leave(checkpointer)
     assert bench.step_folder(1).joinpath("manifest.json").exists()
     state["large"].zero_()

@@ -21,7 +21,7 @@ count = (256 << 20) // 4 // 4
 state = {f"t{i}": torch.arange(count, dtype=torch.int32) + rank * 1000 + i for i in range(4)}
 ckpt = Checkpointer(state=state)
 if sys.argv[1] == "save":
-    ckpt.save(1).wait()
+    ckpt.save(1).wait(timeout_seconds=100)
     print(f"rank {rank} saved", flush=True)
 else:
     for tensor in state.values():
@@ -74,7 +74,7 @@ def test_four_ranks_with_a_gibibyte_stay_under_two_hundred_megabytes(
                 samples.append((folder_bytes(agent.memory), anonymous_bytes(agent)))
                 return process.poll() is not None
 
-            until(is_over, "the end of the save")
+            until(is_over, "the end of the save", 300.0)
             output, _ = process.communicate()
         finally:
             launcher.end(process)

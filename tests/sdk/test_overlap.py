@@ -25,12 +25,13 @@ import pytest
 import torch
 from torch import nn
 
-from deadline import DEADLINE_SECONDS
 from stepfast.errors import CheckpointNotFound, StorageUnavailable
 from stepfast.messages import GaveUp, Message
 from stepfast.slot import CONTROL_BYTES, SlotState, read_control
 from stepfast.step import JobKey, Tier
 from stepfast.torch import Checkpointer, every, link
+
+SECONDS = 30.0
 
 
 class Late:
@@ -141,7 +142,7 @@ class Training:
     def begin(self) -> None:
         """A first save, behind which the optimizer's hook was seen to run: from here on copies may come late."""
         self.train()
-        self.checkpointer.save(1).wait(Tier.MEMORY)
+        self.checkpointer.save(1).wait(Tier.MEMORY, SECONDS)
         self.train()
 
 
@@ -187,7 +188,7 @@ def beside(call: Callable[[], object]) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     yield thread
-    thread.join(DEADLINE_SECONDS)
+    thread.join(SECONDS)
     assert not thread.is_alive()
 
 
@@ -203,7 +204,7 @@ def test_values_at_the_save_are_restored_though_training_goes_on(
     changed = training.state()["model"]
     with beside(training.optimizer.step):
         device.told.set()
-    saved.wait()
+    saved.wait(timeout_seconds=SECONDS)
 
     assert not torch.equal(expected["model"]["norm.running_mean"], changed["norm.running_mean"])
     assert not torch.equal(expected["model"]["first.weight"], training.state()["model"]["first.weight"])
@@ -249,7 +250,7 @@ def test_optimizer_that_is_not_the_checkpointers_has_nothing_copied_late(agent_b
     for step in (1, 2):
         model(torch.randn(4, 8)).sum().backward()
         optimizer.step()
-        checkpointer.save(step).wait()
+        checkpointer.save(step).wait(timeout_seconds=SECONDS)
 
     assert [late for _, late in device.begun] == [0, 0]
 
@@ -257,7 +258,7 @@ def test_optimizer_that_is_not_the_checkpointers_has_nothing_copied_late(agent_b
 def test_overlap_can_be_refused(agent_bench: Any, device: Deferring) -> None:
     training = Training(agent_bench, overlap=False)
     training.begin()
-    training.checkpointer.save(2).wait()
+    training.checkpointer.save(2).wait(timeout_seconds=SECONDS)
 
     assert device.begun == []
 
@@ -293,7 +294,7 @@ def test_parameter_changed_too_early_gives_the_step_up_and_the_next_save_waits(
     device.told.set()
     for tier in (Tier.MEMORY, Tier.PERSISTENT):
         with pytest.raises(CheckpointNotFound, match=r"step 2 .*model\.first\.weight"):
-            saved.wait(tier)
+            saved.wait(tier, SECONDS)
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert [("step 2 is given up" in message, "model.first.weight" in message) for message in errors] == [(True, True)]
 
@@ -301,7 +302,7 @@ def test_parameter_changed_too_early_gives_the_step_up_and_the_next_save_waits(
     training.train()
     expected = training.state()
     begun = len(device.begun)
-    training.checkpointer.save(3).wait()
+    training.checkpointer.save(3).wait(timeout_seconds=SECONDS)
     training.train()
     assert len(device.begun) == begun
     assert [found.step for found in training.checkpointer.steps()][-1] == 3
@@ -321,12 +322,12 @@ def test_step_given_up_is_told_to_the_agent_and_may_be_saved_again_on_request(
         training.model.first.weight.mul_(2.0)
     device.told.set()
     with pytest.raises(CheckpointNotFound):
-        saved.wait(Tier.MEMORY)
+        saved.wait(Tier.MEMORY, SECONDS)
     assert GaveUp(step=2) in told
 
     training.checkpointer._link.save_requested = True
     monkeypatch.setattr("stepfast.torch.checkpoint.wait_to_be_stopped", lambda *_: None)
-    training.checkpointer.save(2).wait()
+    training.checkpointer.save(2).wait(timeout_seconds=SECONDS)
 
 
 def test_change_is_seen_through_an_alias_with_a_count_of_its_own(agent_bench: Any, device: Deferring) -> None:
@@ -345,7 +346,7 @@ def test_change_is_seen_through_an_alias_with_a_count_of_its_own(agent_bench: An
     device.told.set()
 
     with pytest.raises(CheckpointNotFound, match="alias"):
-        saved.wait()
+        saved.wait(timeout_seconds=SECONDS)
 
 
 def test_copy_that_fails_gives_the_step_up(
@@ -356,9 +357,9 @@ def test_copy_that_fails_gives_the_step_up(
     device.told.set()
 
     with pytest.raises(CheckpointNotFound, match="the device is lost"):
-        saved.wait()
+        saved.wait(timeout_seconds=SECONDS)
     assert "step 2 is given up" in caplog.text
-    training.checkpointer.save(3).wait()
+    training.checkpointer.save(3).wait(timeout_seconds=SECONDS)
 
 
 # ---------------------------------------------------------------- when a step counts
@@ -371,7 +372,7 @@ def test_rank_reports_the_newest_step_that_is_complete(device: Deferring, traini
     assert report.step == 1
     assert 2 in report.unpersisted
     device.told.set()
-    saved.wait(Tier.MEMORY)
+    saved.wait(Tier.MEMORY, SECONDS)
 
     assert training.checkpointer._report().step == 2
 
@@ -383,8 +384,8 @@ def test_waiting_for_memory_waits_for_the_copy(device: Deferring, training: Trai
             saved.wait(tier, 0.1)
     device.told.set()
 
-    saved.wait(Tier.MEMORY)
-    saved.wait()
+    saved.wait(Tier.MEMORY, SECONDS)
+    saved.wait(timeout_seconds=SECONDS)
 
 
 def test_save_beside_one_that_is_still_copied_takes_another_slot(
@@ -398,7 +399,7 @@ def test_save_beside_one_that_is_still_copied_takes_another_slot(
     assert training.checkpointer._report().step == 1
     device.told.set()
     for saved in (first, second):
-        saved.wait()
+        saved.wait(timeout_seconds=SECONDS)
 
     assert_same(expected, restored(agent_bench, 2))
     assert_same(later, restored(agent_bench, 3))
@@ -411,7 +412,7 @@ def test_third_save_waits_for_the_first_ones_slot(device: Deferring, training: T
         third.join(0.3)
         assert third.is_alive()
         device.told.set()
-    training.checkpointer.close()
+    training.checkpointer.close(SECONDS)
 
 
 @pytest.mark.parametrize("is_failed", [False, True], ids=["close", "a script that fails"])
@@ -441,7 +442,7 @@ def test_restore_waits_for_what_is_still_copied(
         restoring.join(0.3)
         assert restoring.is_alive()
         device.told.set()
-    saved.wait()
+    saved.wait(timeout_seconds=SECONDS)
 
     assert_same(expected, restored(agent_bench, 2))
 
@@ -459,7 +460,7 @@ def test_agent_that_is_lost_during_a_copy_is_offered_the_step_when_it_is_back(
     agent.kill()
     agent.start()
     device.told.set()
-    saved.wait()
+    saved.wait(timeout_seconds=SECONDS)
 
     assert_same(expected, restored(bench, 2))
 
@@ -496,9 +497,10 @@ class Here:
     variables |= {
         "STEPFAST_JOB": str(agent_bench.job), "STEPFAST_RUN": run,
         "STEPFAST_STORAGE_URI": agent_bench.storage.as_uri(), "STEPFAST_SOCKET": agent_bench.socket,
-        "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
-    killed = subprocess.run([sys.executable, str(script)], env=variables, capture_output=True, text=True, check=False)
+    killed = subprocess.run(
+        [sys.executable, str(script)], env=variables, capture_output=True, text=True, timeout=120, check=False
+    )
     assert "saved 2" in killed.stdout, killed.stderr
     pages = [
         read_control(file.read_bytes()[:CONTROL_BYTES]) for file in shared_agent.memory.rglob("*") if file.is_file()
@@ -516,7 +518,7 @@ def test_nothing_of_a_step_that_is_complete_keeps_the_devices_memory(
 ) -> None:
     saved = training.checkpointer.save(2)
     device.told.set()
-    saved.wait()
+    saved.wait(timeout_seconds=SECONDS)
     old = weakref.ref(next(iter(training.optimizer.state.values()))["exp_avg"])
     training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
 

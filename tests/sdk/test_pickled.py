@@ -357,7 +357,7 @@ def test_no_object_is_put_together_where_only_weights_are_wanted(name: str, benc
 def test_object_meets_its_values_when_it_is_put_together(any_bench: Any) -> None:
     """Also where a tensor of it is one of the caller's, which takes its bytes last."""
     weight = torch.ones(4)
-    any_bench.make(state={"weight": weight, "object": Reading(weight)}).save(1).wait()
+    any_bench.make(state={"weight": weight, "object": Reading(weight)}).save(1).wait(timeout_seconds=60)
     mine = torch.zeros(4)
     state: dict[str, Any] = {"weight": mine, "object": Reading(torch.zeros(4))}
 
@@ -369,7 +369,7 @@ def test_object_meets_its_values_when_it_is_put_together(any_bench: Any) -> None
 
 
 def test_callers_own_containers_are_not_taken_for_the_objects(any_bench: Any) -> None:
-    any_bench.make(state={"bag": Bag(a=torch.ones(3)), "pair": Pair(torch.ones(2), 1)}).save(1).wait()
+    any_bench.make(state={"bag": Bag(a=torch.ones(3)), "pair": Pair(torch.ones(2), 1)}).save(1).wait(timeout_seconds=60)
     theirs = torch.zeros(3), torch.zeros(2)
     state: dict[str, Any] = {"bag": {"a": theirs[0]}, "pair": [theirs[1], 2]}
 

@@ -174,7 +174,7 @@ def test_module_is_saved_as_it_is_at_each_step(any_bench: Any) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(step)
-        checkpointer.save(step).wait()
+        checkpointer.save(step).wait(timeout_seconds=60)
 
     for step in (1, 2, 3):
         back: dict[str, Any] = {}

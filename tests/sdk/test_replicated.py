@@ -90,7 +90,7 @@ for _ in range(2):
     optimizer.zero_grad(); model(torch.randn(16, 300)).square().sum().backward(); optimizer.step()
 before = describe(model, optimizer)
 ckpt = Checkpointer(model=model, optimizer=optimizer, replicated=["optimizer"])
-ckpt.save(1).wait()
+ckpt.save(1).wait(timeout_seconds=60)
 ckpt.close()
 dist.barrier()
 other, other_optimizer = build(5)

@@ -85,7 +85,7 @@ def test_module_of_any_kind_has_the_saved_state_in_its_own_tensors(
     saved, restored = MODULES[name](), MODULES[name]()
     if isinstance(saved, Extra):
         saved.word = "second"
-    any_bench.make(model=saved).save(1).wait()
+    any_bench.make(model=saved).save(1).wait(timeout_seconds=60)
     before = {key: (tensor.data_ptr(), tensor._version) for key, tensor in restored.named_parameters()}
 
     assert any_bench.make(model=restored).restore() == 1
@@ -112,7 +112,7 @@ def test_optimizer_has_the_saved_state_and_goes_on_alike(has_stepped: bool, any_
     optimizer, again = (torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True) for m in (model, other))
     for _ in range(3):
         train(model, optimizer)
-    any_bench.make(model=model, optimizer=optimizer).save(3).wait()
+    any_bench.make(model=model, optimizer=optimizer).save(3).wait(timeout_seconds=60)
     if has_stepped:
         train(other, again)
     held = {id(value) for state in again.state.values() for value in state.values()}
@@ -128,7 +128,7 @@ def test_optimizer_has_the_saved_state_and_goes_on_alike(has_stepped: bool, any_
 
 def test_tensors_that_overlap_are_not_written_through_each_other(any_bench: Any) -> None:
     saved = {"x": torch.arange(6.0), "y": torch.arange(10.0, 16.0)}
-    any_bench.make(state=saved).save(1).wait()
+    any_bench.make(state=saved).save(1).wait(timeout_seconds=60)
     memory = torch.zeros(9)
     state = {"x": memory[0:6], "y": memory[3:9]}
 
@@ -155,7 +155,7 @@ def test_tensors_that_overlap_are_not_written_through_each_other(any_bench: Any)
 )  # fmt: skip
 def test_whatever_stands_in_a_dict_becomes_what_was_saved(make: Callable[[], torch.Tensor], any_bench: Any) -> None:
     saved = {"nest": [{"x": torch.rand(4, 6)}, 3], "other": torch.rand(5)}
-    any_bench.make(state=saved).save(1).wait()
+    any_bench.make(state=saved).save(1).wait(timeout_seconds=60)
     state: dict[str, Any] = {"nest": [{"x": make()}, 4], "other": torch.zeros(5), "gone": torch.zeros(2)}
     other = state["other"]
 
@@ -187,7 +187,7 @@ def _save_and_damage(bench: Any, steps: Sequence[int], damaged: Sequence[int]) -
     checkpointer = bench.make(state=state)
     for step in steps:
         state["x"].fill_(step)
-        checkpointer.save(step).wait()
+        checkpointer.save(step).wait(timeout_seconds=60)
     checkpointer.close()
     for step in damaged:
         (file,) = bench.step_folder(step).glob("state-*")
@@ -230,7 +230,7 @@ def test_object_that_damage_in_both_tiers_has_half_filled_is_not_taken_for_a_new
     agent = start_agent()
     bench.socket = agent.socket
     any_bench, state = bench, {"x": torch.ones(8_000_000)}
-    any_bench.make(state=state).save(1).wait()
+    any_bench.make(state=state).save(1).wait(timeout_seconds=60)
     (file,) = any_bench.step_folder(1).glob("state-*")
     flip(file, _WITHIN_X)
     for slot in agent.memory.glob("*/*/*/slot-*"):
@@ -249,7 +249,7 @@ def test_object_that_is_half_filled_when_the_storage_goes_away_is_not_saved(
     """The memory tier is wrong, and what would make it good is gone for now."""
     agent = start_agent()
     bench.socket = agent.socket
-    bench.make(state={"x": torch.ones(8_000_000)}).save(1).wait()
+    bench.make(state={"x": torch.ones(8_000_000)}).save(1).wait(timeout_seconds=60)
     for slot in agent.memory.glob("*/*/*/slot-*"):
         flip(slot, CONTROL_BYTES + 20_000_000)
     (file,) = bench.step_folder(1).glob("state-*")
@@ -276,7 +276,7 @@ def test_objects_of_which_one_does_not_take_its_state_are_not_saved(bench: Any) 
         def set_extra_state(self, state: str) -> None:
             raise RuntimeError("not this one")
 
-    bench.make(first=nn.Linear(3, 3), second=Extra(3, 3)).save(1).wait()
+    bench.make(first=nn.Linear(3, 3), second=Extra(3, 3)).save(1).wait(timeout_seconds=60)
     checkpointer = bench.make(first=nn.Linear(3, 3), second=Refusing(3, 3))
     with pytest.raises(CheckpointMismatch, match="not this one"):
         checkpointer.restore()
@@ -288,7 +288,7 @@ def test_damaged_memory_is_made_good_from_the_storage(start_agent: Callable[...,
     agent = start_agent()
     bench.socket = agent.socket
     values = torch.arange(8_000_000.0)
-    bench.make(state={"x": values.clone()}).save(1).wait()
+    bench.make(state={"x": values.clone()}).save(1).wait(timeout_seconds=60)
     for slot in agent.memory.glob("*/*/*/slot-*"):
         flip(slot, CONTROL_BYTES + 20_000_000)
     state = {"x": torch.zeros(8_000_000)}
@@ -301,7 +301,7 @@ def test_damaged_memory_is_made_good_from_the_storage(start_agent: Callable[...,
 
 def test_file_that_contradicts_itself_is_damaged_and_writes_beyond_no_tensor(bench: Any) -> None:
     """Its checksums are right: whoever wrote it says of a tensor that it is smaller than its bytes."""
-    bench.make(state={"x": torch.ones(1000)}).save(1).wait()
+    bench.make(state={"x": torch.ones(1000)}).save(1).wait(timeout_seconds=60)
     (file,) = bench.step_folder(1).glob("state-*")
     data = file.read_bytes()
     assert data.count(b"[1000]]") == 1, "where the state is described"

@@ -22,7 +22,7 @@ from stepfast.torch import Checkpointer
 dist.init_process_group("gloo")
 whole = {"weight": torch.arange(300_000.0).reshape(3000, 100), "bias": torch.arange(7.0)}
 ckpt = Checkpointer(model=whole, own={"rank": torch.tensor(dist.get_rank())}, replicated=["model"])
-ckpt.save(1).wait()
+ckpt.save(1).wait(timeout_seconds=60)
 ckpt.close()
 dist.barrier()
 dist.destroy_process_group()

@@ -92,7 +92,7 @@ def refers(bench: Any, step: int) -> tuple[int, ...]:
 
 
 def save(checkpointer: Any, step: int) -> None:
-    checkpointer.save(step).wait()
+    checkpointer.save(step).wait(timeout_seconds=60.0)
 
 
 def half_frozen(bench: Any, *, steps: int = 3, floats: int = 200_000) -> tuple[Any, list[list[torch.Tensor]]]:
@@ -135,7 +135,7 @@ def test_another_process_restores_it(any_bench: Any, tmp_path: Path) -> None:
         "STEPFAST_STORAGE_URI": any_bench.storage.as_uri(),
     }  # fmt: skip
     command = [sys.executable, "-c", script, str(tmp_path / "found.pt")]
-    subprocess.run(command, check=True, env={**os.environ, **told})
+    subprocess.run(command, check=True, timeout=180, env={**os.environ, **told})
 
     assert same(torch.load(tmp_path / "found.pt"), held[-1])
 
@@ -173,7 +173,7 @@ def test_steps_that_stay_in_memory_do_not_hide_the_one_that_is_committed(shared_
     first = checkpointer.save(1)
     for step in range(2, 32):
         checkpointer.save(step)
-    first.wait()
+    first.wait(timeout_seconds=60.0)
     save(checkpointer, 32)
 
     assert refers(bench, 32) == (1,)
@@ -261,7 +261,7 @@ for step in (1, 2, 3):
         for parameter in model.module[1].parameters():
             parameter.add_(step)
     stage.tensors["free"].add_(step)
-    ckpt.save(step).wait()
+    ckpt.save(step).wait(timeout_seconds=60)
 ckpt.close()
 dist.barrier()
 other, other_stage = build(), Stage(-1.0)

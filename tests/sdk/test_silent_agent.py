@@ -34,6 +34,7 @@ def silent() -> Iterator[str]:
         yield path
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "ask",
     [

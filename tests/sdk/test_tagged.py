@@ -456,7 +456,7 @@ for turn, tag in enumerate(("a", "c", "a")):
 
 @pytest.mark.parametrize("sharing", [Sharing.EVERY_RANK, Sharing.WHOEVER_OPENS])
 def test_next_ones_of_several_ranks_go_on_behind_the_runs_steps(launcher: Any, sharing: Sharing) -> None:
-    finished = launcher.run(ONE_AFTER_THE_OTHER, sharing, ranks=2)
+    finished = launcher.run(ONE_AFTER_THE_OTHER, sharing, ranks=2, timeout_seconds=120.0)
     assert finished.code == 0, finished.output
     for saved in ("a as 0: True", "c as 1: True", "a as 2: True"):
         assert finished.output.count(f"SAVED {saved}") == 2, finished.output

@@ -40,7 +40,7 @@ def job(request: pytest.FixtureRequest, team: Team) -> Iterator[Callable[..., Jo
     yield submit
     for one in submitted:
         print("\n".join(one.story()))
-        team.cluster.kubectl("delete", "trainingjob", one.name, "-n", team.namespace, "--timeout=600s")
+        team.cluster.kubectl("delete", "trainingjob", one.name, "-n", team.namespace, "--timeout=120s")
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ def clocks(release: Release, team: Team, tmp_path: Path) -> Iterator[NodeClocks]
         release_folder(team.cluster, team.namespace, CLAIM)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("seconds", "index"), [(300, 1), (-300, 0)], ids=["5-min-ahead", "5-min-back"])
 def test_clock_of_one_node_set(
     clocks: NodeClocks, job: Callable[..., Job], account: Account, seconds: int, index: int

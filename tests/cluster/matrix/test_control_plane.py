@@ -18,6 +18,7 @@ def wait_for_stored(job: Job, step: int) -> None:
     wait_until(
         f"step {step} is committed, by the storage",
         lambda: max(job.commits()[1]) >= step,
+        seconds=120,
         every_seconds=1,
     )
 

@@ -24,7 +24,8 @@ def test_node_drained(job: Callable[..., Job], account: Account, release: Releas
     node = release.operator_node()
     try:
         release.cluster.kubectl(
-            "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=600s"
+            "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=120s",
+            timeout_seconds=150,
         )  # fmt: skip
         # Of a pod that is gone before the next operator looks nobody knows more than that it is.
         status = account.check_end(training)
@@ -96,7 +97,7 @@ def lost(release: Release, name: str) -> Iterator[None]:
         yield
     finally:
         node.start()
-        wait_until(f"{name} is back", node.is_ready)
+        wait_until(f"{name} is back", node.is_ready, seconds=120)
         release.wait_until_ready()
 
 

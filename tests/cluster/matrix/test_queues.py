@@ -44,7 +44,7 @@ def beside(team: Team, name: str, *arguments: str, **spec: Any) -> Iterator[Job]
     try:
         yield other
     finally:
-        team.cluster.kubectl("delete", "trainingjob", name, "-n", team.namespace, "--timeout=600s")
+        team.cluster.kubectl("delete", "trainingjob", name, "-n", team.namespace, "--timeout=120s")
 
 
 @pytest.mark.timeout(1800)  # Kueue may have to be built first

@@ -50,7 +50,7 @@ def test_gang_shrinks_without_a_lost_node_and_grows_when_there_is_another(
         training.wait_for_commit(smaller["current"]["firstStep"] + SAVE_EVERY, attempt=attempt)
         before = training.commits()
         node.start()
-        wait_until(f"{name} is back", node.is_ready)
+        wait_until(f"{name} is back", node.is_ready, seconds=120)
         larger = training.wait("two nodes train", lambda status: is_training(status, nodes=2))
         assert larger["attempt"] == attempt + 1
         status = training.wait_for_end()
@@ -59,7 +59,7 @@ def test_gang_shrinks_without_a_lost_node_and_grows_when_there_is_another(
             node.start()
         for other in others:
             release.cluster.kubectl("uncordon", other)
-        wait_until(f"{name} is back", node.is_ready)
+        wait_until(f"{name} is back", node.is_ready, seconds=120)
         release.wait_until_ready()
     causes = [recovery["cause"] for recovery in status["recoveries"]]
     assert causes == ["NodeLost", "Resized", "Resized"]

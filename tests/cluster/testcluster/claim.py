@@ -29,7 +29,7 @@ ROOT = Path(f"/var/tmp/stepfast-clusters-{os.getuid()}")
 NUMBERS = range(1, 16)
 MEMORY = Path("/dev/shm")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-END_SECONDS = 120.0
+END_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from testcluster.kubenode import PLACES, Node
 from testcluster.unavailable import Unavailable
 from testcluster.waiting import run_or_raise, wait_until
 
+READY_SECONDS = 120.0
 # Program → Debian package.
 PROGRAMS = {
     "containerd": "containerd", "ctr": "containerd", "runc": "runc", "nft": "nftables", "iptables": "iptables",
@@ -65,7 +66,7 @@ class Cluster(KubernetesClient):
         node.start()
         node.load(*images)
         node.admit()
-        wait_until(f"{node.name} is Ready", node.is_ready)
+        wait_until(f"{node.name} is Ready", node.is_ready, seconds=READY_SECONDS)
         return node
 
     def audit(self) -> Iterator[dict[str, Any]]:

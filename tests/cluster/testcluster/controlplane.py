@@ -18,6 +18,7 @@ from testcluster.claim import Claim
 from testcluster.credentials import ADMIN, CONTROLLERS, DNS, PROXY, SCHEDULER, Credentials, Identity
 from testcluster.waiting import CommandFailed, wait_until
 
+READY_SECONDS = 120.0
 # Bodies only of what a test must know all about: who made and who deleted which pod, and when it had ended.
 AUDIT_POLICY = """\
 apiVersion: audit.k8s.io/v1
@@ -134,7 +135,7 @@ class ApiServer(KubernetesClient):
         self.audit_log.parent.mkdir(exist_ok=True)
         self._start_etcd()
         self._start_api_server()
-        wait_until("the API server is ready", self._is_ready)
+        wait_until("the API server is ready", self._is_ready, seconds=READY_SECONDS)
 
     def stop_api_server(self) -> None:
         """At once. etcd has what it had written."""
@@ -143,7 +144,7 @@ class ApiServer(KubernetesClient):
     def restart_api_server(self) -> None:
         """Starts it once more, after its end. Returns when requests are answered."""
         self._start_api_server()
-        wait_until("the API server is ready again", self._is_ready)
+        wait_until("the API server is ready again", self._is_ready, seconds=READY_SECONDS)
 
     @contextmanager
     def without_api_server(self) -> Iterator[None]:
@@ -164,7 +165,7 @@ class ApiServer(KubernetesClient):
             yield
         finally:
             self._start_etcd()
-            wait_until("the API server is ready again", self._is_ready)
+            wait_until("the API server is ready again", self._is_ready, seconds=READY_SECONDS)
 
     def _is_ready(self) -> bool:
         if not self.claim.is_alive("kube-apiserver"):

@@ -26,8 +26,8 @@ def job_namespace(client: KubernetesClient, name: str) -> Iterator[str]:
     try:
         yield name
     finally:
-        client.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=600s")
-        client.kubectl("delete", "persistentvolume", f"{CLAIM}-{name}", "--ignore-not-found", "--timeout=600s")
+        client.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=120s")
+        client.kubectl("delete", "persistentvolume", f"{CLAIM}-{name}", "--ignore-not-found", "--timeout=60s")
 
 
 def create_job_namespace(client: KubernetesClient, name: str) -> None:
@@ -56,8 +56,8 @@ def claim_folder(client: KubernetesClient, namespace: str, claim: str, path: str
 
 def release_folder(client: KubernetesClient, namespace: str, claim: str) -> None:
     """The claim and its volume are gone; no pod uses them any more."""
-    client.kubectl("delete", "persistentvolumeclaim", claim, "-n", namespace, "--ignore-not-found", "--timeout=600s")
-    client.kubectl("delete", "persistentvolume", f"{claim}-{namespace}", "--ignore-not-found", "--timeout=600s")
+    client.kubectl("delete", "persistentvolumeclaim", claim, "-n", namespace, "--ignore-not-found", "--timeout=60s")
+    client.kubectl("delete", "persistentvolume", f"{claim}-{namespace}", "--ignore-not-found", "--timeout=60s")
 
 
 def torch_pod_parts() -> dict[str, Any]:

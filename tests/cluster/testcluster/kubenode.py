@@ -17,7 +17,7 @@ from testcluster.credentials import PROXY, node_identity
 from testcluster.waiting import run_or_raise, wait_until
 
 PLACES = range(1, 10)
-END_SECONDS = 120.0
+END_SECONDS, START_SECONDS = 30.0, 60.0
 _LAST_WORDS = 1500  # characters of a log
 # The kubelet sets these for the whole machine. On a test's machine it must not: it finds what it wants in place.
 KERNEL_SETTINGS = {
@@ -138,7 +138,7 @@ class Node:
         def answers() -> bool:
             return self._socket.is_socket() and bool(self.containerd("version"))
 
-        wait_until(f"{self.name}: containerd answers", answers)
+        wait_until(f"{self.name}: containerd answers", answers, seconds=START_SECONDS)
         for archive in archives:
             self.containerd("images", "import", f"{archive}")
 

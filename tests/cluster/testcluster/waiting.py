@@ -8,16 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-DEADLINE_SECONDS = 600.0  # that of all tests (tests/launching/deadline.py), which a cluster by hand knows nothing of
-
 
 class CommandFailed(Exception):
     """A command ended with a status other than 0; the message is what it wrote on standard error."""
 
 
-def wait_until(
-    what: str, is_so: Callable[[], object], *, seconds: float = DEADLINE_SECONDS, every_seconds: float = 0.1
-) -> None:
+def wait_until(what: str, is_so: Callable[[], object], *, seconds: float = 30.0, every_seconds: float = 0.1) -> None:
     """Asks until the answer is true; a command that fails is a no.
 
     `every_seconds`: how often. A kubectl costs a fifth of a second of a processor, which gangs need, too.
@@ -45,9 +41,7 @@ def lasting(seconds: float) -> Iterator[None]:
     threading.Event().wait(max(0.0, begin + seconds - time.monotonic()))
 
 
-def run_or_raise(
-    *command: str, timeout_seconds: float = DEADLINE_SECONDS, environment: Mapping[str, str] | None = None
-) -> str:
+def run_or_raise(*command: str, timeout_seconds: float = 300.0, environment: Mapping[str, str] | None = None) -> str:
     """The command's standard output.
 
     Raises:

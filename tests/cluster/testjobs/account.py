@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deadline import DEADLINE_SECONDS
 from testjobs.gangs import made_pods, overlapping_gangs
-from testjobs.job import SAVE_EVERY, STEPS, Job
+from testjobs.job import SAVE_EVERY, SECONDS, STEPS, Job
 from testjobs.matrix import BIT_EXACT, Findings
 
 COMMITTED = 4 * SAVE_EVERY  # before anything happens
@@ -33,7 +32,7 @@ class Account:
     findings: Findings | None = None
 
     def check_end(
-        self, job: Job, *, restarts: int | None = 1, committed: int = COMMITTED, seconds: float = DEADLINE_SECONDS
+        self, job: Job, *, restarts: int | None = 1, committed: int = COMMITTED, seconds: float = SECONDS
     ) -> dict[str, Any]:
         """It is complete, bit for bit what it would have been, no committed step was lost, and there never were two
         gangs. `restarts`: how many; None: one or more. `committed`: before anything happened; `seconds`: within which

@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from deadline import DEADLINE_SECONDS
 from stepfast.layout import HISTORIES
 from stepfast.step import attempt_of
 from stepfast.storage import open_store
@@ -21,6 +20,7 @@ from testcluster.waiting import wait_until
 
 STEPS = 400
 SAVE_EVERY = 10
+SECONDS = 300.0
 POLL_SECONDS = 0.7
 _ENDED = re.compile(r"rank (\d+) ends after step (\d+) with ([0-9a-f]{64})")
 # Of a pod's processes the rank is the one that runs the script itself; the brackets keep this shell out of it.
@@ -114,9 +114,7 @@ class Job:
         status: dict[str, Any] = self.document().get("status", {})
         return status
 
-    def wait(
-        self, what: str, is_so: Callable[[dict[str, Any]], object], *, seconds: float = DEADLINE_SECONDS
-    ) -> dict[str, Any]:
+    def wait(self, what: str, is_so: Callable[[dict[str, Any]], object], *, seconds: float = SECONDS) -> dict[str, Any]:
         """Until its status is so; returns it."""
         last: dict[str, Any] = {}
 
@@ -142,7 +140,7 @@ class Job:
             ),
         )
 
-    def wait_for_end(self, *, seconds: float = DEADLINE_SECONDS) -> dict[str, Any]:
+    def wait_for_end(self, *, seconds: float = SECONDS) -> dict[str, Any]:
         """Until it is over; it has to be Complete."""
         status = self.wait("it is over", lambda status: "terminalState" in status, seconds=seconds)
         assert status["terminalState"] == "Complete", (status, self.story())
@@ -191,7 +189,7 @@ class Job:
             ours = [job for job in found if (job["namespace"], job["name"]) == (self.namespace, self.name)]
             return len(ours) > 1 and all(job.get("mirroredStep", 0) >= step for job in ours)
 
-        wait_until(f"{self.name}: step {step} is mirrored", are_held)
+        wait_until(f"{self.name}: step {step} is mirrored", are_held, seconds=SECONDS)
 
     # ---- its pods
 

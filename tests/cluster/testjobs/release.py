@@ -85,7 +85,7 @@ class Release:
 
     def wait_until_ready(self) -> None:
         for what in ("deployment/stepfast-operator", "daemonset/stepfast-sidecar"):
-            self.cluster.kubectl("rollout", "status", what, "-n", NAMESPACE, "--timeout=600s")
+            self.cluster.kubectl("rollout", "status", what, "-n", NAMESPACE, "--timeout=180s", timeout_seconds=200)
 
     def wait_for_agents(self, nodes: int) -> None:
         """Until every node's agent says in its CheckpointNode that it serves."""
@@ -94,7 +94,7 @@ class Release:
             found = self.cluster.get("checkpointnodes")["items"]
             return sum("status" in node for node in found) >= nodes
 
-        wait_until("every agent has its CheckpointNode", have_all)
+        wait_until("every agent has its CheckpointNode", have_all, seconds=60)
 
     def pods(self, *components: str) -> list[dict[str, Any]]:
         """Of these components, without those on their way out; of none named: all that there are."""

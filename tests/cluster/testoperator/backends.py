@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from deadline import DEADLINE_SECONDS
 from stepfast.nodestatus import JobStatus, SaveStatus
 from stepfast_operator.actions import LaunchGang
 from stepfast_operator.clusterjob import ClusterJob
@@ -19,7 +18,7 @@ CHANGES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 def play(api: KubernetesClient, scenario: Callable[[World, Operation], Awaitable[None]]) -> None:
     async def run() -> None:
         async with World.open(api.kubeconfig) as world:
-            await asyncio.wait_for(scenario(world, await world.operate()), DEADLINE_SECONDS)
+            await asyncio.wait_for(scenario(world, await world.operate()), 120)
 
     run_to_end(run())
 

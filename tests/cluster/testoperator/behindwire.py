@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from deadline import DEADLINE_SECONDS
 from testcluster.controlplane import KubernetesClient
 from testoperator.running import run_to_end
 from testoperator.wire import Wire
@@ -27,7 +26,9 @@ def kubeconfig_through(wire: Wire, api: KubernetesClient, folder: Path) -> Path:
     return path
 
 
-def play_behind_a_wire(api: KubernetesClient, scenario: Callable[[World, Wire], Awaitable[None]]) -> None:
+def play_behind_a_wire(
+    api: KubernetesClient, scenario: Callable[[World, Wire], Awaitable[None]], *, seconds: float = 100
+) -> None:
     """The world itself does not go through it."""
 
     async def run() -> None:
@@ -35,6 +36,6 @@ def play_behind_a_wire(api: KubernetesClient, scenario: Callable[[World, Wire], 
             url = urlsplit(str(world.kube._api.configuration.host))
             assert url.hostname is not None
             async with Wire(url.hostname, url.port or 443).laid() as wire:
-                await asyncio.wait_for(scenario(world, wire), DEADLINE_SECONDS)
+                await asyncio.wait_for(scenario(world, wire), seconds)
 
     run_to_end(run())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from deadline import DEADLINE_SECONDS
 from testcluster.controlplane import KubernetesClient
 from testoperator.running import run_to_end
 from testoperator.world import Operation, World
@@ -18,6 +17,6 @@ def play(api: KubernetesClient, scenario: Callable[[World, Operation], Awaitable
         async with World.open(api.kubeconfig) as world:
             operation = await world.operate(namespaces=[world.namespace])
             await operation.look_after()
-            await asyncio.wait_for(scenario(world, operation), DEADLINE_SECONDS)
+            await asyncio.wait_for(scenario(world, operation), 90)
 
     run_to_end(run())

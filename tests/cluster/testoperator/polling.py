@@ -6,8 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 
-from deadline import DEADLINE_SECONDS
-
+DEADLINE_SECONDS = 60.0
 POLL_SECONDS = 0.02
 
 

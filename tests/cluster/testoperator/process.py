@@ -22,7 +22,7 @@ from testoperator.world import STORAGE
 
 ROOTS = ("tests/cluster", "trainer-sdk/src", "sidecar/src", "operator/src")
 PROJECT = Path(__file__).resolve().parents[3]
-END_SECONDS = 120.0
+END_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from backendcontract import DictStore
-from deadline import DEADLINE_SECONDS
 from stepfast.kube import AlreadyExists, Kube
 from stepfast.nodestatus import JobStatus, NodeStatus, to_document
 from stepfast.step import JobKey
@@ -29,6 +28,7 @@ from stepfast_operator.metrics import Metrics
 from stepfast_operator.record import Attempt, Status
 from testoperator.connection import connect
 from testoperator.kubelet import Kubelets
+from testoperator.polling import DEADLINE_SECONDS
 
 WAITS_FOR_NOTHING = {
     "checkpoint": {"storageUri": "memory://contract", "gracefulSuspendSeconds": 0},

@@ -63,7 +63,7 @@ class Kueue:
         )
         self.api.apply(*self._webhooks())
         flavor = {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": "default"}, "spec": {}}
-        wait_until("Kueue's webhooks answer", lambda: self._is_alive() and self.api.apply(flavor))
+        wait_until("Kueue's webhooks answer", lambda: self._is_alive() and self.api.apply(flavor), seconds=120)
 
     def stop(self) -> None:
         """Nobody's pods are asked about any more."""
