@@ -31,6 +31,8 @@ from pathlib import Path
 
 from forkserver import Request, serve
 
+_LONGEST_SECONDS = 600.0  # a script takes: one that hangs ends there
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
@@ -92,10 +94,10 @@ class Interpreter:
         return str(self._folder / "python")
 
     def run(
-        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 600
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """As `subprocess.run([sys.executable, *command])`, whose text is captured."""
-        return self._run(command, cwd, [dict(os.environ if env is None else env)], timeout)[0]
+        return self._run(command, cwd, [dict(os.environ if env is None else env)], _LONGEST_SECONDS)[0]
 
     def run_gang(
         self,
@@ -104,7 +106,7 @@ class Interpreter:
         *,
         cwd: Path,
         env: Mapping[str, str] | None = None,
-        timeout: float = 600,
+        timeout: float = _LONGEST_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
         """As torchrun starts them on one node, with its variables and its store. Once one has failed the others are
         killed. `env`: by default that of a job `local/train` without an agent, with its storage in `cwd`.
@@ -133,16 +135,10 @@ class Interpreter:
         )  # fmt: skip
 
     def output_of_gang(
-        self,
-        ranks: int,
-        command: Sequence[str],
-        *,
-        cwd: Path,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 600,
+        self, ranks: int, command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None
     ) -> str:
         """Of one without an agent, all of whose ranks end well: as `run_gang`, what they have said."""
-        done = self.run_gang(ranks, command, cwd=cwd, env=env, timeout=timeout)
+        done = self.run_gang(ranks, command, cwd=cwd, env=env)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
