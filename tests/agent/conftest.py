@@ -143,6 +143,13 @@ class AgentProcess:
                 found[words[words.index("--folder") + 1]] = child.pid
         return found
 
+    def persister(self, job: str = _rankpeer.JOB) -> psutil.Process:
+        """That job's, once it is tied to the agent: one that is stopped before that outlives it."""
+        _rankpeer.eventually(lambda: job in self.persisters(), "the job's persister is there")
+        persister, agent = psutil.Process(self.persisters()[job]), psutil.Process(self.pid)
+        _rankpeer.eventually(lambda: persister.nice() > agent.nice(), "it gives way, which it does next")
+        return persister
+
     def status(self) -> NodeStatus:
         return NodeClient(self.socket).status()
 
