@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backendcontract import DictStore
-from stepfast.kube import AlreadyExists, Kube
+from stepfast.kube import AlreadyExists, Kube, NotFound
 from stepfast.nodestatus import JobStatus, NodeStatus, to_document
 from stepfast.step import JobKey
 from stepfast.storage.base import Store
@@ -47,6 +47,19 @@ async def make_namespace(kube: Kube) -> str:
     return name
 
 
+async def remove_jobs(kube: Kube, namespace: str) -> None:
+    """With their pods. Nothing removes a namespace here, and an operator of all of them would run each job that is left
+    in one.
+    """
+    jobs = f"{API}/namespaces/{namespace}/trainingjobs"
+    for job in (await kube.get(jobs))["items"]:
+        if job["metadata"].get("finalizers"):
+            with suppress(NotFound):
+                await kube.patch(f"{jobs}/{job['metadata']['name']}", {"metadata": {"finalizers": None}})
+    for kind in (jobs, f"/api/v1/namespaces/{namespace}/pods"):
+        await kube.delete(kind, grace_seconds=0)
+
+
 def manifest(namespace: str, name: str = "job", *, trainer: Any = None, **spec: Any) -> Any:
     """A TrainingJob of one node, which waits for nothing: no agent is here that could answer."""
     train = {"image": "registry/trainer:1", "command": ["torchrun", "train.py"], "numNodes": 1, "numProcPerNode": 1}
@@ -72,10 +85,13 @@ class World:
         kube = await connect(kubeconfig)
         try:
             namespace = await make_namespace(kube)
-            async with Kubelets(kube, namespace).running() as kubelets:
-                world = cls(kube, kubelets, namespace)
-                async with world._stack:
-                    yield world
+            try:
+                async with Kubelets(kube, namespace).running() as kubelets:
+                    world = cls(kube, kubelets, namespace)
+                    async with world._stack:
+                        yield world
+            finally:
+                await remove_jobs(kube, namespace)
         finally:
             await kube.close()
 
