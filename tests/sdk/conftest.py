@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import shutil
@@ -46,6 +47,22 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = DEADLIN
 def until() -> Callable[..., Any]:
     """`until(condition, what)`: waits for it, with a deadline."""
     return wait_until
+
+
+@pytest.fixture
+def await_memory() -> Iterator[Callable[[int], None]]:
+    """`await_memory(size_bytes)`: the test goes on once the machine has that much to spare, and alone among those that
+    ask so: each of two that look at once would count on what the other takes.
+    """
+    with open(__file__) as lock:  # let go when it is closed
+
+        def wait(size_bytes: int) -> None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            wait_until(
+                lambda: psutil.virtual_memory().available > size_bytes, f"{size_bytes:,} bytes of free memory", 600.0
+            )
+
+        yield wait
 
 
 # ---------------------------------------------------------------- one process

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -52,9 +51,11 @@ def test_large_tensors_come_back_wherever_in_a_cache_line_they_begin(
         assert torch.equal(back[name], tensor), name
 
 
-def test_tensor_of_three_gibibytes_comes_back(start_agent: Callable[..., Any], bench: Any) -> None:
+def test_tensor_of_three_gibibytes_comes_back(
+    await_memory: Callable[[int], None], start_agent: Callable[..., Any], bench: Any
+) -> None:
     # The tensor, which is restored where it lies, and one slot; 6 GiB are taken, and other tests take some meanwhile.
-    assert psutil.virtual_memory().available > 9 * GIB, "this test needs 9 GiB of free memory"
+    await_memory(9 * GIB)
     agent = start_agent(limit_bytes=3 * GIB + (64 << 20))
     bench.socket = agent.socket
     state = {"large": torch.zeros(3 * GIB, dtype=torch.uint8)}

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 LIMIT_BYTES = 200_000_000
 RANKS = 4
 
@@ -59,9 +57,9 @@ def anonymous_bytes(agent: Any) -> int:
 
 
 def test_four_ranks_with_a_gibibyte_stay_under_two_hundred_megabytes(
-    start_agent: Callable[..., Any], launcher: Any, until: Callable[..., Any]
+    await_memory: Callable[[int], None], start_agent: Callable[..., Any], launcher: Any, until: Callable[..., Any]
 ) -> None:
-    assert psutil.virtual_memory().available > 4 << 30, "this test needs 4 GiB of free memory"
+    await_memory(4 << 30)
     agent = start_agent(limit_bytes=LIMIT_BYTES)
     idle = anonymous_bytes(agent)
     script = launcher.write(SCRIPT)
