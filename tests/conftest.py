@@ -64,6 +64,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path != item.path:
         _keep_for_good()
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _end_interpreters()  # all their frameworks together take gigabytes, and few folders want the same ones
 
 
 def _keep_for_good() -> None:
@@ -72,6 +74,11 @@ def _keep_for_good() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def _end_interpreters() -> None:
+    for interpreter in INTERPRETERS:
+        interpreter.end()
 
 
 def _processor_seconds() -> float:
@@ -134,10 +141,9 @@ def _is_cluster_asked_for(config: pytest.Config) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def ended_interpreters() -> Iterator[None]:
-    """Those that the tests have started end with them."""
+    """However the tests end, these do, too."""
     yield
-    for interpreter in INTERPRETERS:
-        interpreter.end()
+    _end_interpreters()
 
 
 @pytest.fixture(scope="session")
