@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 
+from eventual import wait_until
 from stepfast import catalog
 from stepfast.environment import Environment
 from stepfast.errors import AgentUnavailable, ObjectNotFound, StorageUnavailable
@@ -40,13 +41,6 @@ STATE_BYTES = 1 << 20
 # Short enough for tests to see many failures, long enough for a request on a busy machine.
 PATIENCE = ("--storage-deadline", "1.0", "--retry-limit", "0.2")
 STALL_SECONDS = 1.0  # a save may wait for a busy machine, never for the storage
-
-
-def eventually(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        threading.Event().wait(0.02)
 
 
 class Bystander:
@@ -98,7 +92,7 @@ class Node:
         command += ["--node", "n", *self._options]
         with (self.folder / "agent.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment)
-        eventually(self._answers, "the agent answers")
+        wait_until(self._answers, "the agent answers")
         return self
 
     def _answers(self) -> bool:
@@ -196,7 +190,7 @@ class Training:
             self.save()
             return bool(condition())
 
-        eventually(holds, what, seconds)
+        wait_until(holds, what, seconds)
 
     def live_through(
         self, break_down: Callable[[], object], heal: Callable[[], object], says: str, store: Store
@@ -227,8 +221,8 @@ class Training:
         heal()
         verify(store, at_least=before)
         newest.wait(timeout_seconds=90)
-        eventually(lambda: node.error is None, "the status forgets the failure")
-        eventually(lambda: node.job().latest_persisted_step == newest.step, "the newest is persisted")
+        wait_until(lambda: node.error is None, "the status forgets the failure")
+        wait_until(lambda: node.job().latest_persisted_step == newest.step, "the newest is persisted")
         self.save()
         self.checkpointer.close(timeout_seconds=90)
         assert {*before, newest.step, self.step} <= set(verify(store))
@@ -237,7 +231,7 @@ class Training:
     def check_history(self, store: Store) -> None:
         """One row for every save that was committed or dropped, and every save was one or the other."""
         saves = list(range(1, self.step + 1))
-        eventually(lambda: sorted(row_steps(store, "Committed", "Dropped")) == saves, "every save has a row")
+        wait_until(lambda: sorted(row_steps(store, "Committed", "Dropped")) == saves, "every save has a row")
         assert row_steps(store, "Committed") == committed(store)
         assert len(row_steps(store, "Dropped")) == self.node.job().saves.dropped
 

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from eventual import files_in
 from stepfast.errors import AgentUnavailable
 from stepfast.messages import Hello
 from stepfast.nodeclient import NodeClient
@@ -178,7 +179,7 @@ class AgentProcess:
         return open_store(self.storage_uri, deadline_seconds=5)
 
     def slot_files(self) -> list[Path]:
-        return sorted(self.memory_dir.glob("*/*/[0-9]*/*slot-*"))
+        return files_in(self.memory_dir, "*/*/[0-9]*/*slot-*")
 
     def slots(self) -> list[os.stat_result]:
         """What the file system says of the slots; one may be let go while it is asked."""

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from eventual import files_in
 from stepfast import catalog
 from stepfast.errors import ProtocolError, StorageUnavailable
 from stepfast.messages import Expect, GaveUp, Progress, Staged
@@ -130,7 +131,7 @@ def test_file_that_was_streamed_is_not_lost_with_the_persister(new_agent: Callab
     agent = new_agent(memory_limit=40 << 20)
     first, second = agent.gang(2)
     first.save(5, data_bytes=30 << 20)  # larger than its share: nothing but the storage has all of it
-    ranks.eventually(lambda: any(agent.storage.rglob("state-00000-*.safetensors")), "the file is stored")
+    ranks.eventually(lambda: files_in(agent.storage, "**/state-00000-*.safetensors"), "the file is stored")
 
     def is_told() -> bool:
         first.client.send(Expect(size_bytes=1))  # slots that nothing is in are made anew, small
@@ -147,7 +148,7 @@ def test_file_that_was_streamed_is_not_lost_with_a_newer_step(new_agent: Callabl
     agent = new_agent(memory_limit=40 << 20)
     first, second = agent.gang(2)
     first.save(5, data_bytes=30 << 20)  # larger than its share: nothing but the storage has all of it
-    ranks.eventually(lambda: any(agent.storage.rglob("state-00000-*.safetensors")), "the file is stored")
+    ranks.eventually(lambda: files_in(agent.storage, "**/state-00000-*.safetensors"), "the file is stored")
     first.client.send(GaveUp(step=6))
     first.wait_dropped(6)
     second.save(5)
@@ -162,7 +163,7 @@ def test_windows_that_go_with_the_persister_are_told_and_not_waited_for(
     rank, file = agent.join(), ranks.RankFile(rank=0, step=2, data_bytes=20 << 20)
     begin, _ = rank.stage_window(2, file, 0)
     begin, _ = rank.stage_window(2, file, begin)
-    ranks.eventually(lambda: list(agent.storage.rglob("*.tmp")), "the file is on its way")
+    ranks.eventually(lambda: files_in(agent.storage, "**/*.tmp"), "the file is on its way")
     # The slot of one of these is free again: its window is stored.
     _, descriptor = rank.reserve(2, file.size_bytes, window_begin=begin)
     os.close(descriptor)
@@ -182,7 +183,7 @@ def test_file_is_begun_again_when_earlier_windows_went_with_the_persister(
     agent = new_agent(memory_limit=18 << 20)
     rank, file = agent.join(), ranks.RankFile(rank=0, step=2, data_bytes=20 << 20)
     begin, _ = rank.stage_window(2, file, 0)
-    ranks.eventually(lambda: list(agent.storage.rglob("*.tmp")), "the file is on its way")
+    ranks.eventually(lambda: files_in(agent.storage, "**/*.tmp"), "the file is on its way")
     os.kill(agent.persisters()[JOB], signal.SIGKILL)
     ranks.eventually(lambda: "died with status" in agent.log, "the agent knows")
     with pytest.raises(StorageUnavailable, match="begin again"):

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from eventual import files_in
 from stepfast.messages import Expect
 from stepfast.slot import CONTROL_BYTES, SlotState
 
@@ -241,7 +242,7 @@ def test_rank_that_dies_while_its_slots_are_made_leaves_no_slot_behind(new_agent
     for attempt in range(6):
         rank = agent.join(run=f"uid1-{attempt}")
         rank.client.send(Expect(size_bytes=300 << 20))
-        ranks.eventually(lambda: list(agent.memory_dir.rglob("*slot-*")), "the first slot is being made")
+        ranks.eventually(lambda: files_in(agent.memory_dir, "**/*slot-*"), "the first slot is being made")
         rank.die()
     last = agent.join(run="uid1-9")
     last.save(1, data_bytes=1_000_000)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from eventual import wait_until
 from stepfast.errors import ObjectNotFound, StorageFull, StorageUnavailable
 from stepfast.layout import CHUNK_BYTES, data_path, manifest_path
 from stepfast.storage import Store, open_store
@@ -127,7 +127,7 @@ def test_copy_is_let_go_after_a_while(
     copies.foresee(FILE)
     if is_asked_for:
         copies.open_path(FILE)
-    _eventually(lambda: not _held_in(tmp_path), "the copy is let go")
+    wait_until(lambda: not _held_in(tmp_path), "the copy is let go")
     assert copies.open_path(FILE)[1] == len(DATA)  # made again
 
 
@@ -189,11 +189,11 @@ def test_file_of_a_folder_is_read_ahead_to_its_end(tmp_path: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return _cached_bytes(file) == 0
 
-    _eventually(is_evicted, "the file leaves the page cache")
+    wait_until(is_evicted, "the file leaves the page cache")
     with ThreadPoolExecutor(1) as threads:
         copies = Copies(folder_store, "job", threads, foresee_threads=threads)
         copies.foresee(FILE)
-        _eventually(lambda: _cached_bytes(file) == file.stat().st_size, "all of the file is in the page cache")
+        wait_until(lambda: _cached_bytes(file) == file.stat().st_size, "all of the file is in the page cache")
         copies.close()
     folder_store.close()
 
@@ -206,13 +206,6 @@ def _file_system(file: Path) -> str:
 def _cached_bytes(file: Path) -> int:
     command = ["fincore", "--bytes", "--raw", "--noheadings", "--output=RES", str(file)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def _eventually(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline, f"never: {what}"
-        threading.Event().wait(0.01)
 
 
 class HalfDeadStore(HeldStore):
@@ -304,7 +297,7 @@ def test_what_nobody_asks_for_makes_room_once_it_is_there(
     copies = make(half_held, spool_folder=str(spool))
     foreseeing = callers.submit(copies.foresee, FILE)
     try:
-        _eventually(lambda: _used_bytes(spool) >= CHUNK_BYTES, "half of it is there")
+        wait_until(lambda: _used_bytes(spool) >= CHUNK_BYTES, "half of it is there")
         asking = callers.submit(copies.open_path, OTHER)
         with pytest.raises(TimeoutError):
             asking.result(0.5)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from eventual import files_in
 from stepfast.messages import Expect
 from stepfast_sidecar.budget import Budget
 
@@ -122,12 +123,12 @@ def test_ranks_are_answered_while_a_mirrored_step_is_freed(
             lambda held=held: [{k: m[k] for k in ("node", "step")} for m in ring.status(0).get("mirrors", ())] == held,
             "the other node's step is held, and no older one",
         )
-    assert len(list(agents[0].memory_dir.glob(".gone/*"))) == 1
+    assert len(files_in(agents[0].memory_dir, ".gone/*")) == 1
     for peer in peers:
         peer.save(3)
     peers[0].wait_committed(3)
     gate.unlink()
-    eventually(lambda: not list(agents[0].memory_dir.glob(".gone/*")), "the memory is free")
+    eventually(lambda: not files_in(agents[0].memory_dir, ".gone/*"), "the memory is free")
 
 
 def test_memory_is_given_away_no_sooner_than_it_is_free(

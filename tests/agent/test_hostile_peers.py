@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from eventual import files_in
 from stepfast import catalog
 from stepfast.errors import AgentError, AgentUnavailable, ProtocolError, StepfastError
 from stepfast.messages import Failure, Fetch, Reserve, Reserved, Staged
@@ -463,7 +464,7 @@ def test_tenant_that_truncates_its_slot_while_it_is_persisted_loses_that_step_al
     rank.write_record(descriptor, rank.record(1, reserved.seq, file.size_bytes))
     rank.client.send(Staged(slot=reserved.slot, seq=reserved.seq, stall_seconds=0.0))
     folder = shared_agent.storage / job / "global_step1"
-    ranks.eventually(lambda: list(folder.glob("*")) + list(folder.glob(".*")), "the upload has begun")
+    ranks.eventually(lambda: files_in(folder, "*"), "the upload has begun")
     os.ftruncate(descriptor, size)
     os.close(descriptor)
     ranks.eventually(lambda: 1 in rank.dropped() + rank.committed(), "the step is given up", 60)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from safetensors import deserialize
 
+from eventual import files_in
 from stepfast import catalog
 from stepfast.commit import try_commit
 from stepfast.errors import CheckpointDamaged
@@ -34,7 +35,7 @@ def test_i1_step_without_manifest_is_not_listed_and_parts_of_two_runs_are_never_
     other = new_agent().join(rank=1, world_size=2, node=1, run="uid1-1")
     first.save(5)
     other.save(5)
-    ranks.eventually(lambda: len(list(_folder(agent, 5).glob("part-*.json"))) == 2, "both parts are written")
+    ranks.eventually(lambda: len(files_in(_folder(agent, 5), "part-*.json")) == 2, "both parts are written")
     store = agent.store()
     assert try_commit(store, JOB, 5, "uid1-0") is None
     assert try_commit(store, JOB, 5, "uid1-1") is None
@@ -61,7 +62,7 @@ def test_i2_another_node_commits_when_the_agent_of_rank_0_is_killed_after_its_pa
 ) -> None:
     leader, follower = new_agent(), new_agent()
     leader.join(rank=0, world_size=2, node=0).save(5)
-    ranks.eventually(lambda: list(_folder(leader, 5).glob("part-00000-*")), "rank 0's part is written")
+    ranks.eventually(lambda: files_in(_folder(leader, 5), "part-00000-*"), "rank 0's part is written")
     leader.kill()
     rank = follower.join(rank=1, world_size=2, node=1)
     rank.save(5)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from eventual import files_in
 from stepfast.errors import AgentError, ProtocolError, StepfastError
 from stepfast.lentfile import MARK
 from stepfast.messages import Borrow, Expect, Lent
@@ -23,7 +24,7 @@ SIZE = 4 * MIB
 
 
 def lent_files(agent: Any) -> list[Path]:
-    return sorted(agent.memory_dir.glob("*/*/lent/*"))
+    return files_in(agent.memory_dir, "*/*/lent/*")
 
 
 def expecting(agent: Any, ranks: Any, world_size: int = 1, size_bytes: int = DATA, **values: object) -> list[Any]:
@@ -34,7 +35,7 @@ def expecting(agent: Any, ranks: Any, world_size: int = 1, size_bytes: int = DAT
     job = str(gang[0].hello.job)
     slots = 3 * world_size
     ranks.eventually(
-        lambda: len(list(agent.memory_dir.glob(f"{job}/[0-9]*/slot-*"))) == slots, f"{slots} slots are made"
+        lambda: len(files_in(agent.memory_dir, f"{job}/[0-9]*/slot-*")) == slots, f"{slots} slots are made"
     )
     return gang
 
@@ -225,7 +226,7 @@ def test_job_that_leaves_the_node_leaves_nothing_lent(new_agent: Callable[..., A
     (rank,) = expecting(agent, ranks)
     borrow(rank)
     rank.close()
-    ranks.eventually(lambda: not list(agent.memory_dir.glob("default/train/*")), "the job is gone")
+    ranks.eventually(lambda: not files_in(agent.memory_dir, "default/train/*"), "the job is gone")
     assert agent.status().memory_used_bytes == 0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from eventual import files_in
 from stepfast import catalog
 from stepfast.layout import data_path
 from stepfast.messages import Sharers, Staged
@@ -60,7 +61,7 @@ def read(fetched: tuple[Any, int]) -> tuple[bytes, str]:
 
 
 def mirror_files(agent: Any) -> list[Path]:
-    return sorted(agent.memory_dir.glob("*/*/mirrors/*/*/*"))
+    return files_in(agent.memory_dir, "*/*/mirrors/*/*/*")
 
 
 def committed(agent: Any) -> list[int]:
@@ -434,7 +435,7 @@ def hold_a_mirror_beside_another_job(ring: Any, eventually: Callable[..., None],
 
 
 def mirrors_of_the_job(agent: Any) -> list[Path]:
-    return sorted(agent.memory_dir.glob(f"{JOB}/mirrors/*/*/*"))
+    return files_in(agent.memory_dir, f"{JOB}/mirrors/*/*/*")
 
 
 def test_rank_that_rewrites_its_control_page_takes_no_memory_from_other_jobs_elsewhere(

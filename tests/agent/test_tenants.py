@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from eventual import files_in
 from stepfast import catalog
 from stepfast.client import connect
 from stepfast.errors import AgentUnavailable, ProtocolError
@@ -390,7 +391,7 @@ def test_secret_opens_a_storage_for_its_job_alone(
     assert not any(key in value for value in psutil.Process(agent.pid).environ().values())
     assert not any(key in word for pid in (agent.pid, *agent.persisters().values()) for word in _words(pid))
     assert key not in agent.log
-    for note in [*agent.memory_dir.rglob("*.json"), *agent.memory_dir.rglob(".*.json")]:
+    for note in files_in(agent.memory_dir, "**/*.json"):
         assert note.stat().st_mode & 0o077 == 0, note
     assert agent.memory_dir.stat().st_mode & 0o077 == 0
     others = [note for note in agent.memory_dir.glob(".volumes/*") if pod.volume_id not in note.name]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from eventual import wait_until
 from interpreters import DEEPSPEED
 from smallengines import BEGIN, found
 from stepfast.storage import open_store
@@ -180,7 +181,7 @@ def test_where_memory_is_exhausted_and_the_job_skips_nothing_is_touched(
     assert outcomes == [[True, False]] * len(saved) + [[False, True]]
     assert latest == f"global_step{saved[-1]}"
     with closing(open_store(node.storage_uri)) as store:
-        bench.eventually(lambda: bench.committed(store) == saved, "what was saved is committed")
+        wait_until(lambda: bench.committed(store) == saved, "what was saved is committed")
 
 
 AWAY = """

@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import eventual
 from stepfast_operator.backends import processes
 from stepfast_operator.backends.memoryfolder import memory_folder
 
@@ -77,14 +78,8 @@ def owned(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def wait_until() -> Callable[..., None]:
-    def wait(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"never: {what}"
-            time.sleep(0.02)
-
-    return wait
+def wait_until() -> Callable[..., Any]:
+    return eventual.wait_until
 
 
 class Supervisor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
+from eventual import wait_until
 from stepfast.layout import CHUNK_BYTES, MANIFEST
 from stepfast.step import OnBusy
 from stepfast.storage import open_store
@@ -44,7 +45,7 @@ def test_file_system_that_becomes_read_only_is_written_again_when_it_is_writable
     training = train(start_node(place.as_uri()))
 
     def break_down() -> None:
-        bench.eventually(lambda: tmpfs.remount(place, "ro"), "nobody writes")
+        wait_until(lambda: tmpfs.remount(place, "ro"), "nobody writes")
 
     with closing(open_store(place.as_uri())) as store:
         heal = lambda: tmpfs.remount(place, "rw")  # noqa: E731
@@ -154,13 +155,13 @@ def test_save_waits_for_a_slot_and_goes_on_when_the_storage_heals(
     node = start_node(place.as_uri(), memory_limit=two_slots(bench))
     training = train(node, on_busy=OnBusy.WAIT)
     training.save().wait(timeout_seconds=90)
-    bench.eventually(lambda: tmpfs.remount(place, "ro"), "nobody writes")
+    wait_until(lambda: tmpfs.remount(place, "ro"), "nobody writes")
     training.save()
     training.save()
     saving = threading.Thread(target=training.save, name="training")
     saving.start()
     try:
-        bench.eventually(lambda: node.log.count("was not persisted") >= 3, "it fails again and again")
+        wait_until(lambda: node.log.count("was not persisted") >= 3, "it fails again and again")
         assert saving.is_alive()
         assert "Read-only file system" in node.error
         assert node.job().saves.count == 3
@@ -171,7 +172,7 @@ def test_save_waits_for_a_slot_and_goes_on_when_the_storage_heals(
     training.checkpointer.close(timeout_seconds=90)
     with closing(open_store(place.as_uri())) as store:
         # A close waits for the newest step alone.
-        bench.eventually(lambda: bench.committed(store) == [1, 2, 3, 4], "what was held up is committed too")
+        wait_until(lambda: bench.committed(store) == [1, 2, 3, 4], "what was held up is committed too")
         assert bench.verify(store) == [1, 2, 3, 4]
         training.check_history(store)
     assert node.job().saves.dropped == 0
@@ -189,7 +190,7 @@ def test_state_larger_than_memory_goes_on_where_the_disk_was_full(
     try:
         # One reading for all: when another window succeeds meanwhile, there is no error for a moment.
         says = f"step 1 is not persisted: {place.as_uri()}: .*No space left on device"
-        bench.eventually(lambda: re.search(says, node.error or ""), "the status says why")
+        wait_until(lambda: re.search(says, node.error or ""), "the status says why")
     finally:
         tmpfs.remount(place, "size=128m")
         saving.join(90)
@@ -295,15 +296,15 @@ def test_saves_without_a_free_slot_are_skipped_by_the_whole_gang_and_counted(
     ranks = start_ranks(node)
     assert [saved for saved, _ in ranks.save(1)] == [True, True]
     ranks.do("wait", 1)
-    bench.eventually(lambda: tmpfs.remount(place, "ro"), "nobody writes")
+    wait_until(lambda: tmpfs.remount(place, "ro"), "nobody writes")
     outcomes = {step: ranks.save(step) for step in range(2, 12)}
-    bench.eventually(lambda: node.error, "the status says why")
+    wait_until(lambda: node.error, "the status says why")
     assert "Read-only file system" in node.error
     saved = [step for step, (one, other) in outcomes.items() if one[0] or other[0]]
     assert all(one[0] == other[0] for one, other in outcomes.values())
     assert saved == [2, 3]
     assert max(stall for answers in outcomes.values() for _, stall in answers) < bench.STALL_SECONDS
-    bench.eventually(lambda: node.job().saves.skipped == 8, "every skipped save is counted once")
+    wait_until(lambda: node.job().saves.skipped == 8, "every skipped save is counted once")
 
     tmpfs.remount(place, "rw")
     ranks.do("wait", 3)
@@ -312,7 +313,7 @@ def test_saves_without_a_free_slot_are_skipped_by_the_whole_gang_and_counted(
     assert [done for done, _ in ranks.save(13)] == [True, True]
     ranks.do("close")
     with closing(open_store(place.as_uri())) as store:
-        bench.eventually(lambda: {1, 2, 3, 13} <= set(bench.committed(store)), "what was held up is committed too")
+        wait_until(lambda: {1, 2, 3, 13} <= set(bench.committed(store)), "what was held up is committed too")
         bench.verify(store, at_least=[1, 2, 3, 13])
-    bench.eventually(lambda: node.error is None, "the status forgets the failure")
+    wait_until(lambda: node.error is None, "the status forgets the failure")
     assert node.job().saves.skipped <= 9

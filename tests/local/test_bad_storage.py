@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from eventual import wait_until
 from stepfast.errors import StorageUnavailable
 from stepfast.storage import Store, open_store
 
@@ -110,8 +111,8 @@ def test_steps_whose_manifest_was_refused_are_all_committed_once_it_heals(
     parted = []
     for _ in range(3):
         saved = training.save()
-        bench.eventually(lambda: bench.parts(cloud.store, saved.step), "the part is there")  # noqa: B023  # called here
-        bench.eventually(lambda: node.error, "the status says why")
+        wait_until(lambda: bench.parts(cloud.store, saved.step), "the part is there")  # noqa: B023  # called here
+        wait_until(lambda: node.error, "the status says why")
         parted.append(saved)
         assert re.search(r"step \d+ is persisted but not committed: .*403", node.error)
         assert cloud.uri in node.error
@@ -123,7 +124,7 @@ def test_steps_whose_manifest_was_refused_are_all_committed_once_it_heals(
     for saved in parted:
         saved.wait(timeout_seconds=90)
     assert bench.verify(cloud.store) == [1, 2, 3, 4]
-    bench.eventually(lambda: node.error is None, "the status forgets the failure")
+    wait_until(lambda: node.error is None, "the status forgets the failure")
     assert node.job().latest_persisted_step == 4
     training.check_history(cloud.store)
 

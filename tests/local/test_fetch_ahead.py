@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from eventual import wait_until
 from stepfast.launcher import announce
 from stepfast.layout import step_folder
 
@@ -64,7 +65,7 @@ def test_step_is_fetched_before_a_rank_asks_and_once_for_all_of_them(
 ) -> None:
     _forget(node)
     announce(replace(node.environment_of(), resume_step=resume_step))
-    bench.eventually(lambda: cloud.reads(".safetensors"), "the file is fetched")
+    wait_until(lambda: cloud.reads(".safetensors"), "the file is fetched")
 
     for _ in range(2):
         training = train(node)
@@ -87,13 +88,13 @@ def test_launcher_has_it_fetched_whatever_its_script_imports(
         [sys.executable, "-m", "stepfast.launcher", *options, "--", str(script)],
         env={**node.rank_environment(), "STEPFAST_RESUME_STEP": "1"}, check=True,
     )  # fmt: skip
-    bench.eventually(lambda: cloud.reads(".safetensors"), "the file is fetched")
+    wait_until(lambda: cloud.reads(".safetensors"), "the file is fetched")
     assert all(step_folder(1) in line for line in cloud.reads(".safetensors"))
 
 
 def test_step_that_memory_holds_is_not_fetched(cloud: Cloud, node: Any, train: Callable[..., Any], bench: Any) -> None:
     announce(node.environment_of())
-    bench.eventually(lambda: cloud.reads("part-"), "the agent knows what the step consists of")
+    wait_until(lambda: cloud.reads("part-"), "the agent knows what the step consists of")
     assert train(node).checkpointer.restore() == 2
     assert cloud.reads(".safetensors") == []
 
@@ -104,7 +105,7 @@ def test_fetch_that_failed_is_made_again_when_a_rank_asks(
     _forget(node)
     cloud.proxy.break_down("403", matching=".safetensors")
     announce(node.environment_of())
-    bench.eventually(lambda: cloud.reads(".safetensors"), "the fetch fails")
+    wait_until(lambda: cloud.reads(".safetensors"), "the fetch fails")
     cloud.proxy.heal()
     assert train(node).checkpointer.restore() == 2
 

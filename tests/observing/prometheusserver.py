@@ -7,18 +7,18 @@ import os
 import shutil
 import socket
 import subprocess
-import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from eventual import wait_until
 
 DEADLINE_SECONDS = 60.0
 
@@ -109,7 +109,7 @@ def running_prometheus(
             assert process.poll() is None, log.read_text()
             return server.is_ready()
 
-        eventually(answers, "Prometheus answers")
+        wait_until(answers, "Prometheus answers", DEADLINE_SECONDS)
         yield server
     finally:
         process.kill()
@@ -123,14 +123,6 @@ def promtool(*words: str, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def eventually(condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-    """Waits until the condition holds; fails when it does not within the deadline."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        pause.wait(0.05)
 
 
 def free_port() -> int:

@@ -12,10 +12,10 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 
+from eventual import wait_until
 from interpreters import TORCH
 from stepfast.admission import Interval
 from stepfast.environment import Environment
@@ -34,19 +35,10 @@ DEADLINE_SECONDS = 180.0
 JOB = JobKey(namespace="local", name="training")
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
-    """The condition's first true value; fails the test when there is none within the deadline."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.005)
-    return value
-
-
 @pytest.fixture(scope="session")
 def until() -> Callable[..., Any]:
     """`until(condition, what)`: waits for it, with a deadline."""
-    return wait_until
+    return partial(wait_until, seconds=DEADLINE_SECONDS)
 
 
 @pytest.fixture

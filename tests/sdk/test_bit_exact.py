@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from eventual import files_in
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES: dict[str, list[str]] = {
     "gpt_stdlib": ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch-size", "8"],
@@ -59,7 +61,7 @@ def test_killed_and_resumed_run_ends_as_the_undisturbed_one(  # noqa: PLR0917  #
     assert first.code != 0
     assert "kills itself after step 17" in first.output
     # A launcher waits for the flush; here the second may be faster than it.
-    until(lambda: list(killed.bench.folder.glob("*/manifest.json")), "a commit of what the first has saved")
+    until(lambda: files_in(killed.bench.folder, "*/manifest.json"), "a commit of what the first has saved")
     second = killed.run(
         script, *arguments, *crash, "--final-state", str(tmp_path / "b"), ranks=2, agent=agents[1], attempt=2
     )

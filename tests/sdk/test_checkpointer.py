@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from eventual import files_in
 from stepfast.admission import Interval
 from stepfast.errors import CheckpointerOpen, CheckpointMismatch, CheckpointNotFound, StepOutOfOrder
 from stepfast.torch import Tier, every, join
@@ -23,7 +24,9 @@ from stepfast.torch import Tier, every, join
 
 def numbers(bench: Any) -> list[int]:
     """The job's committed steps."""
-    return sorted(int(found.parent.name.removeprefix("global_step")) for found in bench.folder.glob("*/manifest.json"))
+    return sorted(
+        int(found.parent.name.removeprefix("global_step")) for found in files_in(bench.folder, "*/manifest.json")
+    )
 
 
 # ---------------------------------------------------------------- the loop

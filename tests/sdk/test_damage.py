@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from eventual import files_in
 from stepfast.errors import CheckpointDamaged, CheckpointNotFound
 from stepfast.slot import CONTROL_BYTES
 from stepfast.step import JobKey
@@ -170,7 +171,7 @@ def held(start_agent: Callable[..., Any], bench: Any) -> tuple[Any, Any]:
 
 
 def slots(agent: Any) -> list[Path]:
-    return sorted(agent.memory.glob("*/*/*/slot-*"))
+    return files_in(agent.memory, "*/*/*/slot-*")
 
 
 @pytest.mark.parametrize("place", [CONTROL_BYTES + 50, CONTROL_BYTES + 100_000, -1], ids=["header", "data", "cut"])

@@ -502,9 +502,8 @@ class Here:
         [sys.executable, str(script)], env=variables, capture_output=True, text=True, timeout=120, check=False
     )
     assert "saved 2" in killed.stdout, killed.stderr
-    pages = [
-        read_control(file.read_bytes()[:CONTROL_BYTES]) for file in shared_agent.memory.rglob("*") if file.is_file()
-    ]
+    slots = (shared_agent.memory / str(agent_bench.job)).glob("*/slot-*")  # other jobs' come and go
+    pages = [read_control(slot.read_bytes()[:CONTROL_BYTES]) for slot in slots]
     found = {page.record.step: page.state for page in pages if page.record is not None and page.record.run == run}
     assert found[2] is SlotState.WRITING
     assert found[1] in (SlotState.STAGED, SlotState.PERSISTED)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from eventual import files_in
 from stepfast import client
 from stepfast.errors import GangError
 from stepfast.messages import VERSION, Borrow, Hello
@@ -368,7 +369,7 @@ def test_agent_lends_one_file_to_all_ranks_and_its_end_is_seen(
     gang = environments(2)
     links = join(agent, gang)
     job = agent.memory / str(gang[0].job)
-    until(lambda: len(list(job.glob("[0-9]*/slot-*"))) == 6, "the slots are made")
+    until(lambda: len(files_in(job, "[0-9]*/slot-*")) == 6, "the slots are made")
     first, second = open_on(gang, links)
     assert first.size_bytes == second.size_bytes == SIZE
     assert first.write(0, b"hello")
