@@ -119,8 +119,8 @@ class AgentProcess:
 
     def kill(self) -> None:
         """SIGKILL; its persisters die with it."""
-        persisters = [psutil.Process(pid) for pid in self.persisters().values()]
         assert self.process is not None
+        persisters = self._persisters().values()
         self.process.kill()
         self.process.wait()
         for persister in persisters:
@@ -134,6 +134,9 @@ class AgentProcess:
 
     def persisters(self) -> dict[str, int]:
         """The process ids of the jobs' persisters, by the job's folder."""
+        return {job: process.pid for job, process in self._persisters().items()}
+
+    def _persisters(self) -> dict[str, psutil.Process]:
         found = {}
         for child in psutil.Process(self.pid).children():
             try:
@@ -141,13 +144,13 @@ class AgentProcess:
             except psutil.NoSuchProcess:  # it has just ended
                 continue
             if "stepfast_sidecar.persister" in words:
-                found[words[words.index("--folder") + 1]] = child.pid
+                found[words[words.index("--folder") + 1]] = child
         return found
 
     def persister(self, job: str = _rankpeer.JOB) -> psutil.Process:
         """That job's, once it is tied to the agent: one that is stopped before that outlives it."""
         _rankpeer.eventually(lambda: job in self.persisters(), "the job's persister is there")
-        persister, agent = psutil.Process(self.persisters()[job]), psutil.Process(self.pid)
+        persister, agent = self._persisters()[job], psutil.Process(self.pid)
         _rankpeer.eventually(lambda: persister.nice() > agent.nice(), "it gives way, which it does next")
         return persister
 

@@ -182,7 +182,8 @@ def forks() -> Iterator[subprocess.Popen[str]]:
             yield made
         finally:
             for child in psutil.Process(made.pid).children():
-                child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
             made.kill()
 
 
