@@ -15,7 +15,6 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,11 @@ JOB = JobKey(namespace="local", name="training")
 @pytest.fixture(scope="session")
 def until() -> Callable[..., Any]:
     """`until(condition, what)`: waits for it, with a deadline."""
-    return partial(wait_until, seconds=DEADLINE_SECONDS)
+
+    def wait(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
+        return wait_until(condition, what, seconds)
+
+    return wait
 
 
 @pytest.fixture
