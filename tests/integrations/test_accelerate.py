@@ -250,6 +250,84 @@ def test_projects_of_a_process_save_each_its_own_states_and_go_back_to_older_one
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+BESIDE = """
+import os, threading, time, torch
+from pathlib import Path
+from stepfast.integrations.accelerate import StepfastAccelerator
+
+accelerator, folder = StepfastAccelerator(cpu=True), Path("state")
+accelerator.prepare(torch.nn.Linear(2, 2))
+
+def until(is_so):
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+def hook(models, weights, folder):
+    if accelerator.is_main_process:
+        Path(folder, "note.txt").write_text("of the hook")
+accelerator.register_save_state_pre_hook(hook)
+"""
+
+# Rank 0 looks for what hooks have written while rank 1 is in the middle of writing what the folder stands for.
+POINTING = """
+from beside import *
+if accelerator.is_main_process:
+    def wait_for_everyone(really=accelerator.wait_for_everyone):
+        really()
+        until(lambda: list(folder.glob(".stepfast.json.*")))
+    accelerator.wait_for_everyone = wait_for_everyone
+else:
+    def replace(source, target, really=os.replace):
+        if os.path.basename(target) == "stepfast.json":
+            until(Path(target).exists)  # rank 0's, which writes it when it has looked
+        really(source, target)
+    os.replace = replace
+accelerator.save_state("state")
+names = accelerator.checkpoints.names(accelerator.checkpoints.steps()[-1].step)
+print("of hooks", [name for name in names if name.startswith("files/")], flush=True)
+accelerator.end_training()
+"""
+
+# As of a hook in another process that builds aside what it writes.
+COMING_AND_GOING = """
+from beside import *
+is_over = threading.Event()
+def come_and_go():
+    while not is_over.is_set():
+        (folder / "aside").mkdir(parents=True)
+        (folder / "aside" / "file").write_text("x")
+        (folder / "aside" / "file").unlink()
+        (folder / "aside").rmdir()
+other = threading.Thread(target=come_and_go)
+other.start()
+try:
+    for _ in range(40):
+        accelerator.save_state("state")
+finally:
+    is_over.set()
+    other.join()
+accelerator.end_training()
+print("saved", flush=True)
+"""
+
+
+def test_what_ranks_do_in_a_folder_meanwhile_is_nothing_of_the_hooks(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "train.py").write_text(POINTING)
+    told = TRANSFORMERS.output_of_gang(2, ["train.py"], cwd=tmp_path)
+    assert "of hooks ['files/note.txt']" in told, told[-3000:]
+    assert told.count("of hooks []") == 1, told[-3000:]
+
+
+def test_files_that_go_while_a_state_is_saved_fail_no_save(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "train.py").write_text(COMING_AND_GOING)
+    told = TRANSFORMERS.output_of_gang(1, ["train.py"], cwd=tmp_path)
+    assert "saved" in told, told[-3000:]
+
+
 EXPORT = """
 import os, shutil, torch
 from accelerate import Accelerator

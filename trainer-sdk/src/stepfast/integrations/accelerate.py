@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from stepfast.integrations.pointers import (
     Pointers,
     Scope,
     has_pointer,
+    is_unfinished_pointer,
     number_at_end,
     path_of,
     remove_pointer,
@@ -215,7 +217,7 @@ class StepfastAccelerator(Accelerator):
         last = max((number_at_end(path.name) or 0 for path in own.values()), default=-1)
         for path in scope.folder.glob(f"{_AUTOMATIC}*"):
             # Killed before it stood for a step. Where a state is to be saved Accelerate suffers no folder.
-            is_begun = path.is_dir() and all(name.startswith(f".{POINTER}.") for name in os.listdir(path))
+            is_begun = path.is_dir() and all(map(is_unfinished_pointer, os.listdir(path)))
             if is_begun and (number_at_end(path.name) or 0) > last:
                 remove_pointer(path)
 
@@ -318,7 +320,9 @@ class StepfastAccelerator(Accelerator):
         self.wait_for_everyone()
         if self.is_local_main_process:
             for name, changed in _files(folder).items():
-                if before.get(name) != changed:
+                if before.get(name) == changed:
+                    continue
+                with suppress(FileNotFoundError):  # what is gone by now is not in the folder
                     content = bytearray((folder / name).read_bytes())
                     opened.put(f"{FILES}{name}", torch.frombuffer(content, dtype=torch.uint8) if content else None)
 
@@ -373,12 +377,15 @@ def _name_of(path: Any) -> str:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """What lies in the folder, and when it was changed."""
-    return {
-        str(path.relative_to(folder)): path.stat().st_mtime_ns
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != POINTER
-    }
+    """What lies in the folder but Stepfast's own, and when it was changed."""
+    found = {}
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names if name != POINTER and not is_unfinished_pointer(name)):
+            with suppress(FileNotFoundError):  # another rank's hook is at work there
+                about = path.stat()
+                if stat.S_ISREG(about.st_mode):
+                    found[str(path.relative_to(folder))] = about.st_mtime_ns
+    return found
 
 
 def _write(folder: Path, name: str, item: torch.Tensor | None) -> None:

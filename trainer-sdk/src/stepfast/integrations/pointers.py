@@ -77,6 +77,11 @@ def write_file(folder: Any, name: str, content: bytes) -> None:
     os.replace(building, Path(folder, name))
 
 
+def is_unfinished_pointer(name: str) -> bool:
+    """Whether the file of that name is a pointer that a process has begun to write, or was killed over."""
+    return name.startswith(f".{POINTER}.")
+
+
 def number_at_end(text: str) -> int | None:
     """Of `step_500` 500; None where there is no number at the end."""
     match = _NUMBER.search(text)
@@ -324,6 +329,6 @@ def _file_of(path: Path) -> Path:
 
 
 __all__ = [
-    "POINTER", "Pointers", "Scope", "has_pointer", "number_at_end", "path_of", "read_pointer", "remove_pointer",
-    "tag_of", "write_file",
+    "POINTER", "Pointers", "Scope", "has_pointer", "is_unfinished_pointer", "number_at_end", "path_of", "read_pointer",
+    "remove_pointer", "tag_of", "write_file",
 ]  # fmt: skip
