@@ -284,6 +284,7 @@ else:
             until(Path(target).exists)  # rank 0's, which writes it when it has looked
         really(source, target)
     os.replace = replace
+os.getpid = lambda: 77  # as in two pods that have the folder
 accelerator.save_state("state")
 names = accelerator.checkpoints.names(accelerator.checkpoints.steps()[-1].step)
 print("of hooks", [name for name in names if name.startswith("files/")], flush=True)

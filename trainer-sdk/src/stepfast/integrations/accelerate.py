@@ -216,9 +216,8 @@ class StepfastAccelerator(Accelerator):
         folders.make_again(lambda found: own.get(found.step), scope.folder.glob("*"))
         last = max((number_at_end(path.name) or 0 for path in own.values()), default=-1)
         for path in scope.folder.glob(f"{_AUTOMATIC}*"):
-            # Killed before it stood for a step. Where a state is to be saved Accelerate suffers no folder.
-            is_begun = path.is_dir() and all(map(is_unfinished_pointer, os.listdir(path)))
-            if is_begun and (number_at_end(path.name) or 0) > last:
+            # Where a state is to be saved Accelerate suffers no folder.
+            if (number_at_end(path.name) or 0) > last and _is_begun(path):
                 remove_pointer(path)
 
     @contextmanager
@@ -374,6 +373,14 @@ def _name_of(path: Any) -> str:
     if name.endswith(".safetensors"):
         return f"pytorch_{name.removesuffix('.safetensors')}.bin"
     return name
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether its save was killed before the folder stood for a step."""
+    try:
+        return all(map(is_unfinished_pointer, os.listdir(folder)))
+    except (FileNotFoundError, NotADirectoryError):  # another node that has the folder, too, may have removed it
+        return False
 
 
 def _files(folder: Path) -> dict[str, int]:

@@ -28,6 +28,7 @@ from typing import Any
 from stepfast.errors import CheckpointNotFound
 from stepfast.integrations.removals import Removals
 from stepfast.step import is_tag
+from stepfast.storage.localfile import is_temp_name, remove_quietly, target_name, temp_path
 from stepfast.torch.sources import CommittedStep
 from stepfast.torch.tagged import TaggedCheckpoints
 from stepfast.torch.writer import Saved
@@ -71,15 +72,20 @@ def remove_pointer(path: Any) -> None:
 
 
 def write_file(folder: Any, name: str, content: bytes) -> None:
-    """Whole or not at all, whoever else writes it."""
-    building = Path(folder, f".{name}.{os.getpid()}")
-    building.write_bytes(content)
-    os.replace(building, Path(folder, name))
+    """Whole or not at all, whoever else writes it, on this node or on another that has the folder, too."""
+    target = Path(folder, name)
+    building = temp_path(target)
+    try:
+        building.write_bytes(content)
+        os.replace(building, target)
+    except OSError:
+        remove_quietly(building)
+        raise
 
 
 def is_unfinished_pointer(name: str) -> bool:
     """Whether the file of that name is a pointer that a process has begun to write, or was killed over."""
-    return name.startswith(f".{POINTER}.")
+    return is_temp_name(name) and target_name(name) == POINTER
 
 
 def number_at_end(text: str) -> int | None:
