@@ -127,7 +127,7 @@ def test_copy_is_let_go_after_a_while(
     copies.foresee(FILE)
     if is_asked_for:
         copies.open_path(FILE)
-    wait_until(lambda: not _held_in(tmp_path), "the copy is let go")
+    wait_until(lambda: not _held_in(tmp_path), "the copy is let go", SECONDS)
     assert copies.open_path(FILE)[1] == len(DATA)  # made again
 
 
@@ -189,11 +189,11 @@ def test_file_of_a_folder_is_read_ahead_to_its_end(tmp_path: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return _cached_bytes(file) == 0
 
-    wait_until(is_evicted, "the file leaves the page cache")
+    wait_until(is_evicted, "the file leaves the page cache", SECONDS)
     with ThreadPoolExecutor(1) as threads:
         copies = Copies(folder_store, "job", threads, foresee_threads=threads)
         copies.foresee(FILE)
-        wait_until(lambda: _cached_bytes(file) == file.stat().st_size, "all of the file is in the page cache")
+        wait_until(lambda: _cached_bytes(file) == file.stat().st_size, "all of the file is in the page cache", SECONDS)
         copies.close()
     folder_store.close()
 
@@ -297,7 +297,7 @@ def test_what_nobody_asks_for_makes_room_once_it_is_there(
     copies = make(half_held, spool_folder=str(spool))
     foreseeing = callers.submit(copies.foresee, FILE)
     try:
-        wait_until(lambda: _used_bytes(spool) >= CHUNK_BYTES, "half of it is there")
+        wait_until(lambda: _used_bytes(spool) >= CHUNK_BYTES, "half of it is there", SECONDS)
         asking = callers.submit(copies.open_path, OTHER)
         with pytest.raises(TimeoutError):
             asking.result(0.5)

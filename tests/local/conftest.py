@@ -10,11 +10,9 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import eventual
 from stepfast_operator.backends import processes
 from stepfast_operator.backends.memoryfolder import memory_folder
 
@@ -75,11 +73,6 @@ def owned(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(OWNER, owner)
     yield owner
     assert processes.kill_marked(OWNER, lambda value: value == owner, timeout_seconds=10)
-
-
-@pytest.fixture
-def wait_until() -> Callable[..., Any]:
-    return eventual.wait_until
 
 
 class Supervisor:

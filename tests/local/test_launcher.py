@@ -9,10 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from eventual import wait_until
 
 Launcher = subprocess.Popen[bytes]
 
@@ -99,9 +101,7 @@ def test_success_is_told(launchers: Launchers, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "termination.json").read_text())["exitCode"] == 0
 
 
-def test_stopped_launcher_ends_its_ranks_and_blames_none(
-    launchers: Launchers, tmp_path: Path, wait_until: Callable[..., None]
-) -> None:
+def test_stopped_launcher_ends_its_ranks_and_blames_none(launchers: Launchers, tmp_path: Path) -> None:
     process = start(launchers, "wait")
     wait_until(lambda: len(list(tmp_path.glob("waiting-*"))) == 2, "both ranks wait")
     process.send_signal(signal.SIGTERM)
@@ -181,7 +181,7 @@ def test_ranks_meet_again_after_a_restart_in_place(launchers: Launchers, tmp_pat
 
 
 def test_failure_after_a_restart_in_place_is_told_and_not_the_one_before_it(
-    launchers: Launchers, tmp_path: Path, wait_until: Callable[..., None]
+    launchers: Launchers, tmp_path: Path
 ) -> None:
     port = free_port()
     nodes = [start_node(launchers, node, port, failing_launches="0,1") for node in (0, 1)]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from eventual import wait_until
 from stepfast.step import JobKey
 from stepfast_operator.actions import LaunchGang
 from stepfast_operator.backends import processes
@@ -46,7 +47,6 @@ sys.exit(128 - code if code < 0 else code)
 """
 
 Supervise = Callable[[str], Any]
-WaitUntil = Callable[..., None]
 
 
 def gang_manifest(folder: Path, *, succeed: str = "", **spec: Any) -> str:
@@ -101,9 +101,7 @@ def test_gang_that_succeeds_leaves_nothing_behind(supervise: Supervise, tmp_path
     assert not memory_folder(uid, tmp_path).exists()
 
 
-def test_ranks_of_a_killed_launcher_are_gone_before_the_next_launch(
-    supervise: Supervise, tmp_path: Path, wait_until: WaitUntil
-) -> None:
+def test_ranks_of_a_killed_launcher_are_gone_before_the_next_launch(supervise: Supervise, tmp_path: Path) -> None:
     supervisor = supervise(gang_manifest(tmp_path, succeed="2"))
     wait_until(lambda: is_living(rank_pid(tmp_path, 1)), "the first rank lives")
     orphan = rank_pid(tmp_path, 1)
@@ -120,7 +118,7 @@ def test_ranks_of_a_killed_launcher_are_gone_before_the_next_launch(
     assert status.last_failure.reason is Cause.WORKER_FAILED
 
 
-def test_exit_status_is_the_ranks_own(supervise: Supervise, tmp_path: Path, wait_until: WaitUntil) -> None:
+def test_exit_status_is_the_ranks_own(supervise: Supervise, tmp_path: Path) -> None:
     supervisor = supervise(gang_manifest(tmp_path, failurePolicy={"maxRestarts": 0}))
     wait_until(lambda: is_living(rank_pid(tmp_path, 1)), "the rank lives")
     os.kill(rank_pid(tmp_path, 1) or 0, signal.SIGKILL)
@@ -128,9 +126,7 @@ def test_exit_status_is_the_ranks_own(supervise: Supervise, tmp_path: Path, wait
     assert "MaxRestartsReached" in supervisor.said()
 
 
-def test_killed_supervisor_is_followed_by_one_that_ends_its_gang_first(
-    supervise: Supervise, tmp_path: Path, wait_until: WaitUntil
-) -> None:
+def test_killed_supervisor_is_followed_by_one_that_ends_its_gang_first(supervise: Supervise, tmp_path: Path) -> None:
     manifest = gang_manifest(tmp_path, succeed="2", failurePolicy={"maxRestarts": 0})
     first = supervise(manifest)
     wait_until(lambda: is_living(rank_pid(tmp_path, 1)), "the first rank lives")
@@ -159,7 +155,7 @@ def test_job_that_is_over_is_a_new_job_next_time(supervise: Supervise, tmp_path:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupt_suspends_and_the_same_command_goes_on(
-    supervise: Supervise, tmp_path: Path, wait_until: WaitUntil, number: signal.Signals
+    supervise: Supervise, tmp_path: Path, number: signal.Signals
 ) -> None:
     manifest = gang_manifest(tmp_path, succeed="2")
     first = supervise(manifest)
@@ -173,9 +169,7 @@ def test_interrupt_suspends_and_the_same_command_goes_on(
     assert (uid_of(tmp_path), status_of(tmp_path).restarts) == (uid, 0)
 
 
-def test_interrupt_between_gangs_promises_no_checkpoint(
-    supervise: Supervise, tmp_path: Path, wait_until: WaitUntil
-) -> None:
+def test_interrupt_between_gangs_promises_no_checkpoint(supervise: Supervise, tmp_path: Path) -> None:
     supervisor = supervise(gang_manifest(tmp_path, failurePolicy={"backoff": {"baseSeconds": 100}}))
     wait_until(lambda: is_living(rank_pid(tmp_path, 1)), "the first rank lives")
     os.kill(rank_pid(tmp_path, 1) or 0, signal.SIGKILL)
@@ -186,9 +180,7 @@ def test_interrupt_between_gangs_promises_no_checkpoint(
     assert "saving a last checkpoint" not in supervisor.said()
 
 
-def test_second_supervisor_of_a_job_is_refused_and_names_the_first(
-    supervise: Supervise, tmp_path: Path, wait_until: WaitUntil
-) -> None:
+def test_second_supervisor_of_a_job_is_refused_and_names_the_first(supervise: Supervise, tmp_path: Path) -> None:
     manifest = gang_manifest(tmp_path)
     first = supervise(manifest)
     wait_until(lambda: is_living(rank_pid(tmp_path, 1)), "the first rank lives")
@@ -197,9 +189,7 @@ def test_second_supervisor_of_a_job_is_refused_and_names_the_first(
     assert is_living(rank_pid(tmp_path, 1))
 
 
-def test_killed_agent_is_started_again_beside_the_living_gang(
-    supervise: Supervise, tmp_path: Path, wait_until: WaitUntil
-) -> None:
+def test_killed_agent_is_started_again_beside_the_living_gang(supervise: Supervise, tmp_path: Path) -> None:
     supervise(gang_manifest(tmp_path))
     wait_until(lambda: is_living(rank_pid(tmp_path, 1)), "the rank lives")
     uid = uid_of(tmp_path)

@@ -7,19 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from eventual import wait_until
 from stepfast.step import JobKey
 from stepfast_operator.backends import processes
 from stepfast_operator.backends.gangprocess import RUN
 from stepfast_operator.backends.statefolder import StateFolder
-
-WaitUntil = Callable[..., None]
 
 # Trains until it is told to end; each attempt tells who its rank and its launcher are, and what it was given.
 TRAIN = """
@@ -42,7 +41,7 @@ with Checkpointer(state={"x": torch.zeros(1)}, interval=every(steps=5)) as check
 
 
 @pytest.fixture
-def training(owned: str, tmp_path: Path, wait_until: WaitUntil) -> Iterator[subprocess.Popen[bytes]]:
+def training(owned: str, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`stepfast run` of one rank that trains, with the next attempt's launcher waiting."""
     (tmp_path / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "stepfast.cli", "run", "--name", "gang", "--nproc-per-node", "1"]
@@ -74,9 +73,7 @@ def told(folder: Path, attempt: int) -> dict[str, Any]:
     return document
 
 
-def test_next_attempt_is_launched_by_the_process_that_waited(
-    training: subprocess.Popen[bytes], tmp_path: Path, wait_until: WaitUntil
-) -> None:
+def test_next_attempt_is_launched_by_the_process_that_waited(training: subprocess.Popen[bytes], tmp_path: Path) -> None:
     (standby,) = waiting(tmp_path, 2)
     os.kill(told(tmp_path, 1)["rank"], signal.SIGKILL)
     wait_until((tmp_path / "2").exists, "the second attempt")
@@ -92,9 +89,7 @@ def test_next_attempt_is_launched_by_the_process_that_waited(
     assert not processes.marked(RUN, lambda run: run.startswith(f"{uid_of(tmp_path)}-"))
 
 
-def test_attempt_whose_waiting_launcher_is_gone_gets_another(
-    training: subprocess.Popen[bytes], tmp_path: Path, wait_until: WaitUntil
-) -> None:
+def test_attempt_whose_waiting_launcher_is_gone_gets_another(training: subprocess.Popen[bytes], tmp_path: Path) -> None:
     (standby,) = waiting(tmp_path, 2)
     os.kill(standby, signal.SIGKILL)
     os.kill(told(tmp_path, 1)["rank"], signal.SIGKILL)
@@ -106,7 +101,7 @@ def test_attempt_whose_waiting_launcher_is_gone_gets_another(
 
 
 def test_waiting_launcher_is_no_gang_and_goes_with_its_supervisor(
-    training: subprocess.Popen[bytes], tmp_path: Path, wait_until: WaitUntil
+    training: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     (standby,) = waiting(tmp_path, 2)
     rank = psutil.Process(told(tmp_path, 1)["rank"])

@@ -102,13 +102,14 @@ class StepfastAccelerator(Accelerator):
         self._check_supported()
         folders, folder = self._begun(), self._folder_to_save(output_dir)
         opened = folders.checkpoints.open(tag_of(folder), step=self._steps or number_at_end(folder.name))
-        before = _files(folder) if self._save_model_state_pre_hook else None
+        has_hooks = bool(self._save_model_state_pre_hook)
+        before = _files(folder) if has_hooks and self.is_local_main_process else {}
         if self._automatic_folder() is None and self.is_main_process:
             folders.look()
         saving = _ours(save=functools.partial(self._save, opened))
         with folders.watching(), saving, self._pointing_first(folder, opened):
             super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
-        if before is not None:
+        if has_hooks:
             self._put_files(opened, folder, before)
         opened.put(EPOCHS, self._epochs.state(self._dataloaders, self.gradient_state.active_dataloader), copy=False)
         opened.put(STEPS, self._steps)
